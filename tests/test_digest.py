@@ -237,7 +237,7 @@ def test_small_tensors_take_the_same_value_at_once_as_in_blocks(dtype, shape, mo
         pytest.skip("one element is no byte")
     data = random_bytes(dtype, shape)
     at_once = whole(data, dtype, shape)
-    monkeypatch.setattr(digest, "_SMALL", 0)
+    monkeypatch.setattr(digest, "_MAX_SMALL_TENSOR_ELEMENTS", 0)
     assert whole(data, dtype, shape) == at_once
 
 
@@ -245,12 +245,12 @@ def test_small_tensors_take_the_same_value_at_once_as_in_blocks(dtype, shape, mo
 def test_a_stretch_of_the_largest_narrow_elements_times_the_largest_keys_is_exact_in_float32(bits, code):
     planes, n_bytes = (4, 3) if bits == 6 else (8 // bits, 1)
     element = code - (128 if bits == 8 else 0)
-    assert abs(element) * (2**10 - 1) * digest._CODES < 2**24
-    units = np.full((16, digest._CODES, n_bytes), 255 if code else 0, np.uint8)
-    keys = np.full((4, digest._CODES * planes), 2.0**10 - 1, np.float32)
+    assert abs(element) * (2**10 - 1) * digest._NARROW_UNITS_PER_CALL < 2**24
+    units = np.full((16, digest._NARROW_UNITS_PER_CALL, n_bytes), 255 if code else 0, np.uint8)
+    keys = np.full((4, digest._NARROW_UNITS_PER_CALL * planes), 2.0**10 - 1, np.float32)
     out = np.empty((2, 16))
     digest._multiply_codes(units, bits, keys, out)
-    assert set(out.astype(int).ravel().tolist()) == {element * (2**20 - 1) * digest._CODES * planes}
+    assert set(out.astype(int).ravel().tolist()) == {element * (2**20 - 1) * digest._NARROW_UNITS_PER_CALL * planes}
 
 
 # --- the keys
@@ -408,7 +408,7 @@ def test_threads_get_the_same_sums():
 
 def test_a_blocks_products_are_so_many_that_numpy_releases_the_gil():
     # PyUFunc_GeneralizedFunctionInternal: NPY_BEGIN_THREADS_THRESHOLDED over the results, which asks for more than 500
-    assert digest.LANES * digest._BLOCK // digest._STRETCH > 2 * 500
+    assert digest.LANES * digest._BLOCK_ELEMENTS // digest._COLUMNS_PER_CALL > 2 * 500
 
 
 def test_blas_starts_no_threads_beside_the_callers():

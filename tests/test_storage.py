@@ -22,8 +22,8 @@ from shardctl.storage.local import LocalSource, LocalTarget
 from shardctl.tensors.bands import allocate_aligned
 
 PAGE = 4096
-LARGE = local._LARGE
-BOUNCE = direct._BOUNCE
+LARGE = local._MIN_DIRECT_IO_BYTES
+BOUNCE = direct._BOUNCE_BUFFER_BYTES
 EDGES = [0, 1, 511, 512, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, LARGE - 1, LARGE, LARGE + 1, BOUNCE - 1, BOUNCE + PAGE + 1]
 
 
@@ -467,6 +467,6 @@ def test_what_is_mostly_cached_is_read_from_the_cache(tmp_path, monkeypatch, sha
     source, found = LocalSource(tmp_path), np.empty(LARGE, np.uint8)
     source.read_at("f", 5, found.data)
     with source._file._direct.use(tmp_path / "f") as descriptor:
-        assert (descriptor in opened) is (share < direct._MOST)
+        assert (descriptor in opened) is (share < direct._MIN_CACHED_FRACTION)
     source.close()
     assert (found == NOISE[5:][:LARGE]).all()

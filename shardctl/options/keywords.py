@@ -40,10 +40,10 @@ from shardctl.tensors.mesh import AXES, EXPERT_AXES, Mesh
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_CAPITAL: Final = re.compile(r"(?<!^)(?=[A-Z])")
+_CAPITAL_LETTER_PATTERN: Final = re.compile(r"(?<!^)(?=[A-Z])")
 _MAX_SHOWN: Final = 60
 """Characters of a value that an error shows; of a longer one it names the type alone."""
-_MESH: Final = "mesh"
+_MESH_OPTION: Final = "mesh"
 """The option that takes a text, a dictionary or an object."""
 
 
@@ -75,7 +75,7 @@ def list_alias_keywords(option: CommandOption) -> list[tuple[str, str]]:
 
 def name_parameter(kind: type[object]) -> str:
     """Return the name of the parameter that takes an option object, such as `reshard_options`."""
-    return _CAPITAL.sub("_", kind.__name__).lower()
+    return _CAPITAL_LETTER_PATTERN.sub("_", kind.__name__).lower()
 
 
 def warn_of_object(name: str, instead: str = "give its options as keywords, such as tp=4", *, frames: int) -> None:
@@ -196,7 +196,7 @@ def check_option(declared: DeclaredOption, option: CommandOption, value: object)
     if value is None or value is declared.default:
         return declared.default
     name, kinds = name_keyword(declared.flag), _list_kinds(declared.annotation)
-    if declared.name == _MESH:
+    if declared.name == _MESH_OPTION:
         text = format_mesh(value)
         return text if str in kinds else Mesh.parse(text)
     if option.parser is find_device:

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 _OTHER_WORDS = {"serve": {"inference", "serving", "infer"}, "train": {"training", "finetuning", "pretraining"}}
 """What other tools call the uses."""
-_OPTIMIZERS = "adamw, adamw-8bit, sgd, adafactor, muon, soap, lion and others"
-_VERSION = re.compile(r"(\d+)\.(\d+)(?:\.\w+)*$")
-_COUNTED = re.compile(r"([1-9]\d{0,6})\s*[xX]\s*(\S.*)")
+_OPTIMIZER_EXAMPLES = "adamw, adamw-8bit, sgd, adafactor, muon, soap, lion and others"
+_VERSION_PATTERN = re.compile(r"(\d+)\.(\d+)(?:\.\w+)*$")
+_DEVICE_COUNT_PATTERN = re.compile(r"([1-9]\d{0,6})\s*[xX]\s*(\S.*)")
 """Several devices, such as ``2xh100``; no device's name begins so."""
-_SIZE = re.compile(r"([\d.]+)\s*([A-Za-z]+)$")
+_MEMORY_SIZE_PATTERN = re.compile(r"([\d.]+)\s*([A-Za-z]+)$")
 """A number alone may be a device's name (4090), and a size has a unit."""
 
 
@@ -31,7 +31,7 @@ def find_device(text: str) -> "DeviceSpec":
 
     Makers of devices count 2^30 bytes as one GB, and so does this.
     """
-    several = _COUNTED.fullmatch(text)
+    several = _DEVICE_COUNT_PATTERN.fullmatch(text)
     if several is not None:
         return replace(find_device(several[2]), count=int(several[1]))
     if text == "auto":
@@ -40,7 +40,7 @@ def find_device(text: str) -> "DeviceSpec":
         return find_local_device()[0]
     from shardctl.hardware.devices import find_named_device, get_device
 
-    size = None if find_named_device(text) else _SIZE.match(text)
+    size = None if find_named_device(text) else _MEMORY_SIZE_PATTERN.match(text)
     return get_device(parse_size(size[1] + ("GiB" if size[2].upper() in {"G", "GB"} else size[2])) if size else text)
 
 
@@ -50,7 +50,7 @@ def parse_engine_version(text: str) -> tuple[int, int] | None:
     >>> parse_engine_version("vllm@0.19.1"), parse_engine_version("vllm")
     ((0, 19), None)
     """
-    found = _VERSION.match(text.partition("@")[2])
+    found = _VERSION_PATTERN.match(text.partition("@")[2])
     return (int(found[1]), int(found[2])) if found else None
 
 
@@ -265,7 +265,10 @@ class PlanOptions:
     optimizer: Annotated[
         str | None,
         CommandOption(
-            HelpPanel.TRAINING, f"Optimizer: {_OPTIMIZERS}. Default: adamw.", metavar="NAME", words=list_optimizer_names
+            HelpPanel.TRAINING,
+            f"Optimizer: {_OPTIMIZER_EXAMPLES}. Default: adamw.",
+            metavar="NAME",
+            words=list_optimizer_names,
         ),
     ] = None
     lora_rank: Annotated[

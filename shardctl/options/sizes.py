@@ -8,14 +8,14 @@ from typing import Final
 
 from shardctl.base.errors import UsageError
 
-_UNITS: Final = {
+_BYTES_BY_UNIT: Final = {
     "B": 1,
     **{f"{letter}{end}": 1000**power for power, letter in enumerate("KMGT", 1) for end in ("", "B")},
     **{f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)},
 }
 """By the unit in capital letters: `G` and `GB` are 10^9 bytes, `GiB` is 2^30."""
-_LARGEST: Final = 2**63 - 1
-_SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
+_MAX_SIZE_BYTES: Final = 2**63 - 1
+_SIZE_PATTERN: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
 def parse_size(text: str) -> int:
@@ -28,20 +28,20 @@ def parse_size(text: str) -> int:
 
     Raises UsageError if the unit is missing or unknown: a number without a unit could mean MB as well as bytes.
     """
-    found = _SIZE.fullmatch(text)
+    found = _SIZE_PATTERN.fullmatch(text)
     if not found:
         raise UsageError(f"cannot read size {text!r}", hint="write a number and a unit, such as 5GB or 1GiB")
     number, unit = found.groups()
     if not unit:
         raise UsageError(f"size {text!r} has no unit", hint=f"write {number}GB, {number}GiB, {number}MB or {number}MiB")
-    if unit.upper() not in _UNITS:
+    if unit.upper() not in _BYTES_BY_UNIT:
         raise UsageError(
             f"size {text!r} has the unknown unit {unit!r}", hint="the units are kB, MB, GB, TB, KiB, MiB, GiB and TiB"
         )
-    size = int(Decimal(number) * _UNITS[unit.upper()])
+    size = int(Decimal(number) * _BYTES_BY_UNIT[unit.upper()])
     if size < 1:
         raise UsageError(f"size {text!r} is less than a byte", hint="write a number and a unit, such as 5GB or 1GiB")
-    if size > _LARGEST:
+    if size > _MAX_SIZE_BYTES:
         raise UsageError(f"size {text[:40]!r} is more than any file or memory has", hint="8 EiB are the most")
     return size
 
@@ -55,7 +55,7 @@ def parse_rate(text: str) -> int:
     return parse_size(text.strip().removesuffix("/s"))
 
 
-_TOKENS: Final = re.compile(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)", re.ASCII)
+_TOKEN_COUNT_PATTERN: Final = re.compile(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)", re.ASCII)
 _MAX_TOKENS: Final = 10**15
 """Above any count that a model or a run has; more would only overflow."""
 
@@ -66,7 +66,7 @@ def parse_token_count(text: str) -> int:
     >>> parse_token_count("8192"), parse_token_count("32k"), parse_token_count("32K"), parse_token_count("25.6k")
     (8192, 32000, 32768, 25600)
     """
-    found = _TOKENS.fullmatch(text.strip().replace(",", "").replace("_", ""))
+    found = _TOKEN_COUNT_PATTERN.fullmatch(text.strip().replace(",", "").replace("_", ""))
     if found is None:
         raise UsageError(
             f"{text!r} is not a number of tokens", hint="write it such as 32768, 32k (32,000) or 32K (32,768)"

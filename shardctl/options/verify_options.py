@@ -12,7 +12,7 @@ from shardctl.options.sum_options import ADD_DIFFERENCE, AVERAGE_WEIGHTS, AVERAG
 from shardctl.tensors.mesh import Mesh
 
 LevelName = Literal["quick", "full", "load", "forward"]
-_LEVELS: Final = get_args(LevelName)
+_LEVEL_NAMES: Final = get_args(LevelName)
 """Each does what those before it do, and more."""
 
 
@@ -272,8 +272,8 @@ class VerifyOptions:
 
     def require_used(self) -> None:
         """Raise UsageError for an option of a level that is not run: whoever gave it takes that level for passed."""
-        level, usual = _LEVELS.index(self.highest_level()), VerifyOptions()
-        loads, runs = level >= _LEVELS.index("load"), level >= _LEVELS.index("forward")
+        level, usual = _LEVEL_NAMES.index(self.highest_level()), VerifyOptions()
+        loads, runs = level >= _LEVEL_NAMES.index("load"), level >= _LEVEL_NAMES.index("forward")
         started = self.engine is not None and not is_running(self.engine)
         for name, used, needed in (
             ("device_memory", loads, "--load DEVICE"),
@@ -300,8 +300,8 @@ class VerifyOptions:
         """Find the highest of the levels that are asked for or implied; raises UsageError for an unknown name."""
         asked: list[LevelName] = [self.level, self.require or self.level]
         for level in asked:
-            if level not in _LEVELS:
-                raise UsageError(f"unknown level {level!r}", hint=f"the levels are {', '.join(_LEVELS)}")
+            if level not in _LEVEL_NAMES:
+                raise UsageError(f"unknown level {level!r}", hint=f"the levels are {', '.join(_LEVEL_NAMES)}")
         if self.require_finite:
             asked.append("full")
         if self.device is not None:
@@ -309,4 +309,4 @@ class VerifyOptions:
         runs = self.forward or self.second_opinion or self.decode or self.writes_or_reads_golden
         if runs or self.prompt is not None or self.text is not None:
             asked.append("forward")
-        return max(asked, key=_LEVELS.index)
+        return max(asked, key=_LEVEL_NAMES.index)

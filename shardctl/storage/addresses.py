@@ -16,8 +16,13 @@ from shardctl.storage.near_paths import find_near_path
 if TYPE_CHECKING:
     from shardctl.storage import Source
 
-_SCHEME: Final = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
-_ADDRESSES: Final = ("a path", "owner/name[@revision]", "hf://owner/name[@revision][/folder]", "s3://, gs:// or az://")
+_URL_SCHEME_PATTERN: Final = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
+_ADDRESS_FORMS: Final = (
+    "a path",
+    "owner/name[@revision]",
+    "hf://owner/name[@revision][/folder]",
+    "s3://, gs:// or az://",
+)
 _USER_PART: Final = re.compile(
     r"(?!hf://)[a-zA-Z][a-zA-Z0-9+.-]*://(?:[^/@]*|[^/@:]+:(?!\d{1,5}(?:/|$)).*)@", re.DOTALL
 )
@@ -44,7 +49,7 @@ def open_source(text: str | Path) -> Source:
     _check_name(text)
     if isinstance(text, Path) or os.path.lexists(text):
         return _open_local(Path(text))
-    match = _SCHEME.match(text)
+    match = _URL_SCHEME_PATTERN.match(text)
     named_file = Path(text).suffix in _FILE_SUFFIXES
     if match is None and (named_file or _HUB_NAME.fullmatch(text) is None):
         return LocalSource(Path(text))
@@ -61,7 +66,7 @@ def open_source(text: str | Path) -> Source:
             return open_cloud(text)
         case other:
             raise UsageError(
-                f"{other}:// is not an address that shardctl reads", hint=f"SRC is {', '.join(_ADDRESSES)}"
+                f"{other}:// is not an address that shardctl reads", hint=f"SRC is {', '.join(_ADDRESS_FORMS)}"
             )
 
 
@@ -128,7 +133,7 @@ def _check_name(place: str | Path) -> None:
 
 
 def _parse_scheme(place: str | Path) -> str | None:
-    match = _SCHEME.match(place) if isinstance(place, str) else None
+    match = _URL_SCHEME_PATTERN.match(place) if isinstance(place, str) else None
     return match[1] if match else None
 
 

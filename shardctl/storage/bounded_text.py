@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from shardctl.storage import Source
 
-_CONTAINER: Final = 72
+_CONTAINER_BYTES: Final = 72
 """Bytes of an empty list or dict, with the reference to it."""
-_ITEM: Final = 64
+_ITEM_BYTES: Final = 64
 """Bytes of a value and its place in a list or dict, on average; small integers and repeated keys take fewer."""
 _JSON_STRING: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
 """A string, or from its quote all that is left: where the closing quote is missing, the parser gives up, too."""
@@ -112,7 +112,7 @@ def check_json(data: bytes, where: str, limits: TextLimits, error: type[Shardctl
     """Raise `error` if a JSON text exceeds `limits`; whether it is JSON at all is for the parser to say."""
     check_size(len(data), where, limits, error)
     containers = data.count(b"[") + data.count(b"{")
-    _check_memory(_CONTAINER * containers + _ITEM * data.count(b","), where, limits, error)
+    _check_memory(_CONTAINER_BYTES * containers + _ITEM_BYTES * data.count(b","), where, limits, error)
     if containers > limits.depth:
         brackets = _JSON_STRING.sub(b"", data).translate(None, _NOT_BRACKETS)
         _check_depth(brackets.decode("ascii"), where, limits, error)
@@ -127,7 +127,9 @@ def parse_toml(data: bytes, where: str, limits: TextLimits, error: type[Shardctl
         text = data.decode("utf-8")
         bare = _TOML_TEXT.sub("a", text)
         containers = bare.count("[") + bare.count("{") + bare.count(".")
-        _check_memory((_CONTAINER + 4 * _ITEM) * containers + _ITEM * bare.count(","), where, limits, error)
+        _check_memory(
+            (_CONTAINER_BYTES + 4 * _ITEM_BYTES) * containers + _ITEM_BYTES * bare.count(","), where, limits, error
+        )
         _check_depth("".join(re.findall(r"[\[\]{}]", bare)), where, limits, error)
         if _LONG_KEY.search(bare):
             raise error(f"{where} has a key of more than {_KEY_PARTS} parts, each of which becomes a table")

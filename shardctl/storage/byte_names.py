@@ -18,7 +18,7 @@ from urllib.parse import quote_from_bytes, unquote_to_bytes
 
 from shardctl.base.settings import is_text
 
-_MARK: Final = "\0"
+_ENCODED_NAME_MARK: Final = "\0"
 
 
 def is_name(text: str) -> bool:
@@ -41,9 +41,9 @@ def name_from_bytes(name: bytes) -> str:
 
 def name_to_text(name: str) -> str:
     """Return the name as valid text: as it is, unless it is not UTF-8."""
-    return name if is_text(name) else _MARK + quote_from_bytes(name_to_bytes(name), safe="/ ")
+    return name if is_text(name) else _ENCODED_NAME_MARK + quote_from_bytes(name_to_bytes(name), safe="/ ")
 
 
 def name_from_text(text: str) -> str:
     """Return the name that `name_to_text` kept."""
-    return name_from_bytes(unquote_to_bytes(text[1:])) if text.startswith(_MARK) else text
+    return name_from_bytes(unquote_to_bytes(text[1:])) if text.startswith(_ENCODED_NAME_MARK) else text

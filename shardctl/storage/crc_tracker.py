@@ -24,9 +24,9 @@ from shardctl.base.value import state_class, value_class
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-_POLYNOMIAL: Final = 0xEDB88320
+_CRC32_POLYNOMIAL: Final = 0xEDB88320
 """Of CRC-32, its lowest coefficient first (IEEE 802.3)."""
-_ONE: Final = 1 << 31
+_UNIT_POLYNOMIAL: Final = 1 << 31
 """The polynomial 1 in that order."""
 MOST_PIECES: Final = 16
 """Pieces of one band that a later run is told of: a band is part of a record, or a few small ones. Each takes a line of
@@ -346,7 +346,7 @@ def combine_crcs(first: int, second: int, size: int) -> int:
 @lru_cache(maxsize=1 << 12)  # bands and records have few sizes
 def _compute_power(size: int) -> int:
     """Compute the power of x with the exponent 8 * `size`, modulo the polynomial."""
-    power, bit = _ONE, 3
+    power, bit = _UNIT_POLYNOMIAL, 3
     while size:
         if size & 1:
             power = _multiply_polynomials(_square_repeatedly(bit), power)
@@ -358,16 +358,20 @@ def _compute_power(size: int) -> int:
 @lru_cache(maxsize=64)
 def _square_repeatedly(times: int) -> int:
     """Return the polynomial x, squared so many times."""
-    return _multiply_polynomials(_square_repeatedly(times - 1), _square_repeatedly(times - 1)) if times else _ONE >> 1
+    return (
+        _multiply_polynomials(_square_repeatedly(times - 1), _square_repeatedly(times - 1))
+        if times
+        else _UNIT_POLYNOMIAL >> 1
+    )
 
 
 def _multiply_polynomials(one: int, other: int) -> int:
     """Return the product of two polynomials, modulo that of CRC-32."""
-    product, bit = 0, _ONE
+    product, bit = 0, _UNIT_POLYNOMIAL
     while one:
         if one & bit:
             product ^= other
             one ^= bit
-        other = other >> 1 ^ _POLYNOMIAL if other & 1 else other >> 1
+        other = other >> 1 ^ _CRC32_POLYNOMIAL if other & 1 else other >> 1
         bit >>= 1
     return product

@@ -16,11 +16,11 @@ import numpy as np
 from shardctl.base.huge_pages import allocate_pages
 from shardctl.storage import linux
 
-_BLOCK: Final = 4096
+_BLOCK_ALIGNMENT_BYTES: Final = 4096
 """Offsets and lengths must be multiples of the device's logical block, which is 512 or 4096."""
-_BOUNCE: Final = 4 << 20
+_BOUNCE_BUFFER_BYTES: Final = 4 << 20
 """Larger transfers were not faster."""
-_MOST: Final = 3 / 4
+_MIN_CACHED_FRACTION: Final = 3 / 4
 """Share of a stretch that is read from the cache if so much of it is there: the kernel fetches what is missing in parts
 of 128 KiB, and systems that reclaim cold pages (DAMON) take some of every stretch."""
 _AT_ONCE: Final = 16 << 20
@@ -31,7 +31,7 @@ class _BounceBuffer(threading.local):
     """A page-aligned buffer per thread, for callers whose memory is not aligned as the file is."""
 
     def __init__(self) -> None:
-        self.memory = allocate_pages(_BOUNCE + _BLOCK)
+        self.memory = allocate_pages(_BOUNCE_BUFFER_BYTES + _BLOCK_ALIGNMENT_BYTES)
 
 
 _bounce = _BounceBuffer()
@@ -44,17 +44,19 @@ def write_direct(direct: int, buffered: int, data: memoryview, offset: int) -> N
 
     Raises OSError(EINVAL) before anything is written directly if the file system cannot.
     """
-    head = min(-offset % _BLOCK, len(data))
-    middle = (len(data) - head) // _BLOCK * _BLOCK
+    head = min(-offset % _BLOCK_ALIGNMENT_BYTES, len(data))
+    middle = (len(data) - head) // _BLOCK_ALIGNMENT_BYTES * _BLOCK_ALIGNMENT_BYTES
     flat, memory = np.frombuffer(data, np.uint8), _bounce.memory
-    aligned = (flat.__array_interface__["data"][0] + head) % _BLOCK == 0
+    aligned = (flat.__array_interface__["data"][0] + head) % _BLOCK_ALIGNMENT_BYTES == 0
     done = head
     while done < head + middle:
-        size = min(_AT_ONCE if aligned else _BOUNCE, head + middle - done)
+        size = min(_AT_ONCE if aligned else _BOUNCE_BUFFER_BYTES, head + middle - done)
         if not aligned:
             memory[:size] = flat[done : done + size]
         written = os.pwrite(direct, data[done : done + size] if aligned else memory[:size].data, offset + done)
-        done += written // _BLOCK * _BLOCK or _write_all_buffered(buffered, data[done : done + size], offset + done)
+        done += written // _BLOCK_ALIGNMENT_BYTES * _BLOCK_ALIGNMENT_BYTES or _write_all_buffered(
+            buffered, data[done : done + size], offset + done
+        )
     _write_all_buffered(buffered, data[:head], offset)
     _write_all_buffered(buffered, data[done:], offset + done)
 
@@ -78,12 +80,12 @@ def read_direct(direct: int, buffered: int, into: memoryview, offset: int) -> in
             return os.preadv(buffered, [into[:_AT_ONCE]], offset, os.RWF_NOWAIT)
         except BlockingIOError:
             pass
-    elif cached >= _MOST:
+    elif cached >= _MIN_CACHED_FRACTION:
         return os.preadv(buffered, [into[:_AT_ONCE]], offset)
-    flat, memory, skip = np.frombuffer(into, np.uint8), _bounce.memory, offset % _BLOCK
-    if flat.__array_interface__["data"][0] % _BLOCK == skip:
+    flat, memory, skip = np.frombuffer(into, np.uint8), _bounce.memory, offset % _BLOCK_ALIGNMENT_BYTES
+    if flat.__array_interface__["data"][0] % _BLOCK_ALIGNMENT_BYTES == skip:
         return _read_in_place(direct, into, offset)
-    wanted = min(-(-(skip + len(into)) // _BLOCK) * _BLOCK, len(memory))
+    wanted = min(-(-(skip + len(into)) // _BLOCK_ALIGNMENT_BYTES) * _BLOCK_ALIGNMENT_BYTES, len(memory))
     got = min(os.preadv(direct, [memory[:wanted].data], offset - skip) - skip, len(into))
     if got <= 0:
         return 0
@@ -93,11 +95,11 @@ def read_direct(direct: int, buffered: int, into: memoryview, offset: int) -> in
 
 def _read_in_place(direct: int, into: memoryview, offset: int) -> int:
     """Fill a part of `into`, whose blocks lie in pages as those of the file do: only ragged ends are copied."""
-    head = min(-offset % _BLOCK, len(into))
-    middle = min(len(into) - head, _AT_ONCE) // _BLOCK * _BLOCK
-    tail = min(len(into) - head - middle, _BLOCK) if middle < _AT_ONCE else 0
-    first, last = (_bounce.memory[at : at + _BLOCK].data for at in (0, _BLOCK))
-    before = _BLOCK - head if head else 0
+    head = min(-offset % _BLOCK_ALIGNMENT_BYTES, len(into))
+    middle = min(len(into) - head, _AT_ONCE) // _BLOCK_ALIGNMENT_BYTES * _BLOCK_ALIGNMENT_BYTES
+    tail = min(len(into) - head - middle, _BLOCK_ALIGNMENT_BYTES) if middle < _AT_ONCE else 0
+    first, last = (_bounce.memory[at : at + _BLOCK_ALIGNMENT_BYTES].data for at in (0, _BLOCK_ALIGNMENT_BYTES))
+    before = _BLOCK_ALIGNMENT_BYTES - head if head else 0
     vectors = [*([first] if head else []), into[head : head + middle], *([last] if tail else [])]
     got = max(os.preadv(direct, vectors, offset - before) - before, 0)
     done = min(got, head + middle + tail)

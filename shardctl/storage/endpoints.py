@@ -9,7 +9,7 @@ from shardctl.base.errors import UsageError
 
 _MAX_SHOWN: Final = 80
 """Characters of an address that a message repeats."""
-_UNUSABLE: Final = frozenset(' "<>\\^`{|}')
+_INVALID_URL_CHARACTERS: Final = frozenset(' "<>\\^`{|}')
 """Characters that no address has (RFC 3986, appendix A)."""
 
 
@@ -23,7 +23,7 @@ def check_endpoint(origin: str, address: str) -> None:
         usable = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
     except ValueError:  # a bad port, brackets without an address
         usable = False
-    if not (usable and address.isascii() and address.isprintable() and _UNUSABLE.isdisjoint(address)):
+    if not (usable and address.isascii() and address.isprintable() and _INVALID_URL_CHARACTERS.isdisjoint(address)):
         raise UsageError(
             f"{origin} is {address[:_MAX_SHOWN]!r}, which is not the address of a server",
             hint="write https://HOST[:PORT], or unset it",

@@ -22,17 +22,17 @@ class EntryLimit:
     found: int = 0
 
 
-_LIMITS: Final[WeakKeyDictionary[Source, EntryLimit]] = WeakKeyDictionary()
+_LIMITS_BY_SOURCE: Final[WeakKeyDictionary[Source, EntryLimit]] = WeakKeyDictionary()
 
 
 def limit_entries(source: Source, check: Callable[[int], None]) -> None:
     """Have `check` called with the number of tensors that the headers of `source` list, header by header."""
-    _LIMITS[source] = EntryLimit(check)
+    _LIMITS_BY_SOURCE[source] = EntryLimit(check)
 
 
 def charge_entries(source: Source, number: int) -> None:
     """Count the tensors of one more header, before anything is built of them; raises what the source's check raises."""
-    limit = _LIMITS.get(source)
+    limit = _LIMITS_BY_SOURCE.get(source)
     if limit is not None:
         limit.found += number
         limit.check(limit.found)
@@ -40,6 +40,6 @@ def charge_entries(source: Source, number: int) -> None:
 
 def share_limit(source: Source, part: Source) -> None:
     """Count the tensors of a part of a source, which is read as a source by itself, among those of the source."""
-    limit = _LIMITS.get(source)
+    limit = _LIMITS_BY_SOURCE.get(source)
     if limit is not None:
-        _LIMITS[part] = limit
+        _LIMITS_BY_SOURCE[part] = limit

@@ -10,18 +10,18 @@ if TYPE_CHECKING:
 
     from shardctl.storage import Source
 
-_EXCLUDED: Final[WeakKeyDictionary[Source, re.Pattern[str]]] = WeakKeyDictionary()
+_EXCLUDED_PATTERNS_BY_SOURCE: Final[WeakKeyDictionary[Source, re.Pattern[str]]] = WeakKeyDictionary()
 _PASSED_OVER: Final[WeakSet[Source]] = WeakSet()
 
 
 def exclude_names(source: Source, pattern: re.Pattern[str]) -> None:
     """Have readers pass over tensors that they cannot read, if the pattern is found in their stored names."""
-    _EXCLUDED[source] = pattern
+    _EXCLUDED_PATTERNS_BY_SOURCE[source] = pattern
 
 
 def is_excluded(source: Source, name: str) -> bool:
     """Return whether nobody wants the tensor of this stored name, which cannot be read."""
-    pattern = _EXCLUDED.get(source)
+    pattern = _EXCLUDED_PATTERNS_BY_SOURCE.get(source)
     if pattern is None or pattern.search(name) is None:
         return False
     _PASSED_OVER.add(source)

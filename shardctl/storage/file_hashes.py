@@ -33,22 +33,24 @@ if TYPE_CHECKING:
 
 
 PIECE: Final = 1 << 20
-"""Bytes read again at once, by each of `_THREADS`: larger pieces are fewer requests, and more memory beside the plan's.
+"""Bytes read again at once, by each of `_MAX_REREAD_THREADS`.
+
+Larger pieces are fewer requests, and more memory in addition to the plan's.
 """
-_THREADS: Final = 8
+_MAX_REREAD_THREADS: Final = 8
 """Files that are read again at the same time; most of the time is spent waiting."""
-REREAD_BYTES: Final = _THREADS * PIECE
+REREAD_BYTES: Final = _MAX_REREAD_THREADS * PIECE
 """Memory that reading again takes."""
-_GRACE: Final = 1.0
+_GRACE_PERIOD_SECONDS: Final = 1.0
 """Seconds for the thread that has taken up the stretch before to begin fetching it: waiting costs time once, and not
 waiting costs fetching the stretch again."""
-_NEAR: Final = 256 << 20
+_MAX_FETCH_DISTANCE_BYTES: Final = 256 << 20
 """Bytes between a stretch and the one that is due, beyond which no thread is about to fetch that."""
-_GAP: Final = 64 << 10
+_MAX_GAP_BYTES: Final = 64 << 10
 """Bytes that no tensor has, such as the header of a record in an archive: as many are read only to be hashed."""
-_TENSOR: Final = 4 << 10
+_MIN_TENSOR_GAP_BYTES: Final = 4 << 10
 """Bytes of a gap that may be a tensor's, so that another thread may be about to fetch it."""
-_LOOK: Final = 0.05
+_POLL_INTERVAL_SECONDS: Final = 0.05
 """Seconds between two looks at whether a thread that waits does so in vain; and for another to begin with a small gap.
 """
 _CATCH_UP: Final = 64 << 20
@@ -56,7 +58,7 @@ _CATCH_UP: Final = 64 << 20
 their way together. Of what is more, `prove` reads the rest of the file again."""
 _MOST_NOTES: Final = 1 << 16
 """Stretches noted at once, of all files: about 16 MB, and what 64 GB have in pieces of 1 MiB that come backwards."""
-_ALMOST: Final = 8
+_UNREAD_FRACTION_DIVISOR: Final = 8
 """A file of which all but one byte in so many was read, or less, is read whole, so that it can be hashed."""
 
 
@@ -108,13 +110,13 @@ class FileHashes:
                     seen, since = file.position, time.monotonic()
                 if not file.due and time.monotonic() - since >= _compute_grace(start - seen, stop - start):
                     return
-                file.turn.wait(_LOOK)
+                file.turn.wait(_POLL_INTERVAL_SECONDS)
 
     def _close_gap(self, path: str, file: HashedFile, start: int) -> None:
         """Read the few bytes before a stretch that nobody else will."""
         with file.turn:
             position = file.position
-            if file.due or not 0 < start - position <= _GAP:
+            if file.due or not 0 < start - position <= _MAX_GAP_BYTES:
                 return
             file.flights.append((position, start))
         try:
@@ -214,7 +216,7 @@ class FileHashes:
             if file.begun and (path in whole or is_almost_all(file.read_bytes(), file.promise.size))
         ]
         open_files = [path for path in wanted if not self._files[path].proved]
-        run_in_threads(iter(open_files), lambda: self.prove_file, min(_THREADS, len(open_files)), stop)
+        run_in_threads(iter(open_files), lambda: self.prove_file, min(_MAX_REREAD_THREADS, len(open_files)), stop)
         return tuple(path for path in wanted if not self._files[path].proved)
 
     def find_digest(self, path: str) -> str:
@@ -252,11 +254,11 @@ class FileHashes:
 
 def _compute_grace(distance: int, size: int) -> float:
     """Compute seconds to wait for a thread that would fetch so many bytes before a stretch of this size."""
-    if distance <= _GAP:
-        return _LOOK if distance >= _TENSOR else 0.0
-    return _GRACE if size >= PIECE and distance < _NEAR else 0.0
+    if distance <= _MAX_GAP_BYTES:
+        return _POLL_INTERVAL_SECONDS if distance >= _MIN_TENSOR_GAP_BYTES else 0.0
+    return _GRACE_PERIOD_SECONDS if size >= PIECE and distance < _MAX_FETCH_DISTANCE_BYTES else 0.0
 
 
 def is_almost_all(part: int, size: int) -> bool:
     """Return whether so many bytes of a file are as good as all of it, so that the rest is read for its hash."""
-    return (size - part) * _ALMOST <= size
+    return (size - part) * _UNREAD_FRACTION_DIVISOR <= size

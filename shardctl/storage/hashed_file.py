@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hashlib import _Hash
 
 
-_MARKS: Final = 64
+_MAX_HASH_STATES: Final = 64
 """States of a hash kept of one file, from which a part of it is hashed again: each 200 bytes or so, against reading
 more again."""
 _ON_THE_WAY: Final = "it was changed on the way; run again, or download it in another way"
@@ -112,7 +112,7 @@ class HashedFile:
     def mark(self) -> None:
         """Keep the hash as it is now, from which a part can be hashed again."""
         self.marks.append((self.position, self.state.copy()))
-        if len(self.marks) > _MARKS:
+        if len(self.marks) > _MAX_HASH_STATES:
             del self.marks[3::2]  # the ends of the first stretches stay: headers are what is read twice most often
 
 

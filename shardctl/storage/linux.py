@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _AT_FDCWD: Final = -100
-_CACHESTAT: Final = 451
+_CACHESTAT_SYSCALL_NUMBER: Final = 451
 """The same number on every processor, because it is newer than their differences; libc has no function for it."""
-_FICLONERANGE: Final = 0x4020940D
+_FICLONERANGE_IOCTL: Final = 0x4020940D
 _NOT_SHARED: Final = frozenset({errno.EXDEV, errno.ENOTTY, errno.EBADF, errno.EPERM, errno.ETXTBSY})
 """How a file system says that two files share nothing, besides `NOT_SUPPORTED`."""
 _RENAME_NOREPLACE: Final = 1
@@ -50,7 +50,7 @@ def measure_cached_share(descriptor: int, offset: int, size: int) -> float | Non
     import ctypes
 
     wanted, found = (ctypes.c_uint64 * 2)(offset, size), (ctypes.c_uint64 * 5)()
-    if call(_CACHESTAT, descriptor, wanted, found, 0):
+    if call(_CACHESTAT_SYSCALL_NUMBER, descriptor, wanted, found, 0):
         return None
     pages = (offset + size - 1) // mmap.PAGESIZE - offset // mmap.PAGESIZE + 1
     return float(found[0] / pages)
@@ -67,7 +67,7 @@ def share_blocks(source: int, start: int, size: int, target: int, offset: int) -
     import fcntl  # of this request alone
 
     try:
-        fcntl.ioctl(target, _FICLONERANGE, struct.pack("=qQQQ", source, start, size, offset))
+        fcntl.ioctl(target, _FICLONERANGE_IOCTL, struct.pack("=qQQQ", source, start, size, offset))
     except OSError as error:
         if error.errno in NOT_SUPPORTED | _NOT_SHARED:
             return False

@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from shardctl.base.workers import StopRequest
     from shardctl.storage import Span
 
-_LARGE: Final = 256 << 10
+_MIN_DIRECT_IO_BYTES: Final = 256 << 10
 """From here on direct I/O is worth its alignment; below, the page cache is faster."""
 _WHOLE_CALL: Final = 1 << 30
 """Linux moves at most 2 GiB in one call; a smaller call also answers signals sooner."""
 
-_SHARE: Final = 6
+_DESCRIPTOR_LIMIT_DIVISOR: Final = 6
 """A run has up to five sets of descriptors (source and target, ordinary and direct, and files whose blocks are shared);
 the rest is everybody else's."""
-_FEWEST: Final = 32
-_MOST: Final = 4096
+_MIN_DESCRIPTORS: Final = 32
+_MAX_DESCRIPTORS: Final = 4096
 
 
 class DescriptorPool:
@@ -142,7 +142,9 @@ class _LocalFile:
                 done += got
 
     def _read_direct(self, path: str, ordinary: int, into: memoryview, offset: int) -> int | None:
-        if not self._can_direct or len(into) < _LARGE or "numpy" not in sys.modules:  # which all need that move tensors
+        if (
+            not self._can_direct or len(into) < _MIN_DIRECT_IO_BYTES or "numpy" not in sys.modules
+        ):  # which all need that move tensors
             return None
         from shardctl.storage import direct
 
@@ -152,7 +154,7 @@ class _LocalFile:
 
     def write(self, path: str, offset: int, data: memoryview) -> None:
         with self._ordinary.use(self._find_path(path)) as ordinary:
-            if self._can_direct and len(data) >= _LARGE:
+            if self._can_direct and len(data) >= _MIN_DIRECT_IO_BYTES:
                 from shardctl.storage import direct
 
                 with self._refused(), self._direct.use(self._find_path(path)) as descriptor:
@@ -394,4 +396,8 @@ def _stat_file(path: Path) -> FileStat:
 def choose_descriptor_count() -> int:
     """Choose how many files each set may hold open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _MOST if soft == resource.RLIM_INFINITY else min(max(soft // _SHARE, _FEWEST), _MOST)
+    return (
+        _MAX_DESCRIPTORS
+        if soft == resource.RLIM_INFINITY
+        else min(max(soft // _DESCRIPTOR_LIMIT_DIVISOR, _MIN_DESCRIPTORS), _MAX_DESCRIPTORS)
+    )

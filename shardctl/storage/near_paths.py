@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Final
 
-_CLOSE: Final = 0.7
+_MIN_NAME_SIMILARITY: Final = 0.7
 """How alike two names must be, from 0 to 1: one wrong letter in four is."""
 
 
@@ -21,7 +21,7 @@ def find_near_path(path: Path) -> Path | None:
         names: list[str] = []
         with suppress(OSError):
             names = [entry.name for entry in found.iterdir()]
-        near = get_close_matches(part, names, n=1, cutoff=_CLOSE)
+        near = get_close_matches(part, names, n=1, cutoff=_MIN_NAME_SIMILARITY)
         if not near:
             return None
         found /= near[0]

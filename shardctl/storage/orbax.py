@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 METADATA: Final = "_METADATA"
 ARRAYS: Final = "arrays/"
 """What stands before an array's name in the path of its file."""
-_CACHE: Final = 128 << 20
+_CHUNK_CACHE_BYTES: Final = 128 << 20
 """Bytes of decompressed chunks that are held: neighbouring reads find theirs there."""
-_LIBRARY: Final = 64 << 20
+_TENSORSTORE_MEMORY_BYTES: Final = 64 << 20
 """Bytes that tensorstore itself takes: its code, its threads, and what they decompress into (measured: 30 to 50 MB)."""
-_STORED: Final = frozenset({"jax.Array", "np.ndarray", "scalar"})
+_ARRAY_VALUE_TYPES: Final = frozenset({"jax.Array", "np.ndarray", "scalar"})
 """The kinds of leaves that are arrays; others are strings and empty containers."""
 
 
@@ -71,7 +71,9 @@ class OrbaxSource(LocalSource):
         if self._arrays is None:
             self._arrays = {f"{ARRAYS}{array.name}": array for array in self._open()}
             chunks = (a.dtype.nbytes(a.store.chunk_layout.read_chunk.shape or ()) for a in self._arrays.values())
-            self.held_bytes = _LIBRARY + _CACHE + 2 * max(chunks, default=0)  # one as it is stored, one decompressed
+            self.held_bytes = (
+                _TENSORSTORE_MEMORY_BYTES + _CHUNK_CACHE_BYTES + 2 * max(chunks, default=0)
+            )  # one as it is stored, one decompressed
         return self._arrays
 
     def files(self) -> Mapping[str, FileStat]:
@@ -118,7 +120,7 @@ class OrbaxSource(LocalSource):
 
     def _open(self) -> Iterator[StoredArray]:
         tree, ocdbt, driver = self._tree()
-        context = self._tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE}})
+        context = self._tensorstore.Context({"cache_pool": {"total_bytes_limit": _CHUNK_CACHE_BYTES}})
         root = str(self.root.absolute())
         pending = []
         for name in tree:
@@ -164,7 +166,7 @@ def parse_tree(data: bytes) -> tuple[list[str], Mapping[str, Any]]:
         names = [
             ".".join(str(part["key"]) for part in leaf["key_metadata"])
             for leaf in leaves
-            if leaf["value_metadata"]["value_type"] in _STORED
+            if leaf["value_metadata"]["value_type"] in _ARRAY_VALUE_TYPES
         ]
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise SourceError(f"{METADATA} is not that of an Orbax checkpoint: {error!r}") from error

@@ -22,7 +22,7 @@ LONGEST_ASKED: Final = 600.0
 """Seconds that a server may ask for, and is granted; the Hub counts requests over 5 minutes."""
 USUAL_TRIES: Final = 8
 """In a row without success: about a minute and a half."""
-_LOOK: Final = 0.1
+_POLL_INTERVAL_SECONDS: Final = 0.1
 """Seconds between two looks at whether to stop."""
 
 
@@ -78,7 +78,7 @@ def sleep_unless_stopped(seconds: float, stop: StopRequest) -> None:
     end = time.monotonic() + seconds
     while (left := end - time.monotonic()) > 0:
         raise_if_stopped(stop)
-        time.sleep(min(left, _LOOK))
+        time.sleep(min(left, _POLL_INTERVAL_SECONDS))
     raise_if_stopped(stop)
 
 

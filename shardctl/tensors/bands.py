@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 PAGE: Final = 4096
 """Memory and offsets of direct I/O are multiples of it, so what lies in memory as it will in the file is not copied."""
 
-_ALIGNMENT: Final = 8
+_MEMORY_ALIGNMENT_BYTES: Final = 8
 """Bytes; numbers in memory begin at multiples of it."""
 
 OVER_READ = 2
 """A gapped piece is read in one call, gaps included, if that reads at most this many times its own bytes."""
 
-_ADDED: Final = {GAMMA_LESS_ONE: np.float32(1)}
+_AFFINE_OFFSETS: Final = {GAMMA_LESS_ONE: np.float32(1)}
 """By name, what is added to what is stored."""
-_FLOATS: Final[dict[str, DTypeLike]] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+_NUMPY_FLOAT_TYPES: Final[dict[str, DTypeLike]] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 
 
 class ByteReader(Protocol):
@@ -178,7 +178,7 @@ def find_page_shift(chunks: Sequence[Chunk], box: Box, dtype: DType) -> int:
             rows = chunk.box.origin[0] - box.origin[0] if box.shape else 0
             before = dtype.nbytes(box.shape) * rows // box.shape[0] if rows else 0
             shift = (chunk.where.offset - before) % PAGE
-            return shift if shift % _ALIGNMENT == 0 else 0
+            return shift if shift % _MEMORY_ALIGNMENT_BYTES == 0 else 0
     return 0
 
 
@@ -398,8 +398,8 @@ def _encode_affine(meaning: NDArray[Any], dtype: DType, affine: str, name: str) 
 
 
 def _shift_elements(bits: NDArray[Any], dtype: DType, affine: str, sign: int) -> NDArray[Any]:
-    if affine not in _ADDED or dtype.name not in _FLOATS:
+    if affine not in _AFFINE_OFFSETS or dtype.name not in _NUMPY_FLOAT_TYPES:
         raise UnsupportedError(f"elements of {dtype} cannot be changed by {affine!r}")
-    kind = np.dtype(_FLOATS[dtype.name])
-    values = np.ascontiguousarray(bits).view(kind).astype(np.float32) + sign * _ADDED[affine]
+    kind = np.dtype(_NUMPY_FLOAT_TYPES[dtype.name])
+    values = np.ascontiguousarray(bits).view(kind).astype(np.float32) + sign * _AFFINE_OFFSETS[affine]
     return values.astype(kind).view(bits.dtype).reshape(bits.shape)

@@ -60,12 +60,12 @@ class _CastTarget:
     quiet_nan: int
 
 
-_TARGETS: Final = {
+_CAST_TARGETS: Final = {
     "F32": _CastTarget(np.uint32, 0x8000_0000, 0x7F80_0000, 0x7FC0_0000),
     "F16": _CastTarget(np.uint16, 0x8000, 0x7C00, 0x7E00),
     "BF16": _CastTarget(np.uint16, 0x8000, 0x7F80, 0x7FC0),
 }
-_FLOATS: Final[dict[str, DTypeLike]] = {
+_NUMPY_FLOAT_TYPES: Final[dict[str, DTypeLike]] = {
     "F64": np.float64,
     "F32": np.float32,
     "F16": np.float16,
@@ -75,10 +75,10 @@ _FLOATS: Final[dict[str, DTypeLike]] = {
     "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
     "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
 }
-_LOWEST: Final = (-1.7976931348623157e308, -3.4028234663852886e38, -3.3895313892515355e38)
+_LOWEST_FINITE_VALUES: Final = (-1.7976931348623157e308, -3.4028234663852886e38, -3.3895313892515355e38)
 """The lowest numbers of F64, F32 and BF16; a mask that was widened still holds that of its earlier type."""
 _TABLE_BITS: Final = 8
-_BLOCK: Final = 1 << 17
+_CAST_BLOCK_ELEMENTS: Final = 1 << 17
 """Elements cast at a time: near the cores' caches, yet long enough that two threads seldom meet at Python's lock."""
 
 
@@ -100,13 +100,17 @@ def cast_elements(src: NDArray[np.uint8], have: DType, want: DType, out: NDArray
     if not has_cast(have, want):
         raise UsageError(
             f"{have} cannot be cast to {want}",
-            hint=f"the casts are from {', '.join(_FLOATS)} to {', '.join(_TARGETS)}",
+            hint=f"the casts are from {', '.join(_NUMPY_FLOAT_TYPES)} to {', '.join(_CAST_TARGETS)}",
         )
-    values, results, target = src.view(_FLOATS[have.name]), out.view(_FLOATS[want.name]), _TARGETS[want.name]
+    values, results, target = (
+        src.view(_NUMPY_FLOAT_TYPES[have.name]),
+        out.view(_NUMPY_FLOAT_TYPES[want.name]),
+        _CAST_TARGETS[want.name],
+    )
     overflowed = minima = 0
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        for start in range(0, values.size, _BLOCK):
-            block, result = values[start : start + _BLOCK], results[start : start + _BLOCK]
+        for start in range(0, values.size, _CAST_BLOCK_ELEMENTS):
+            block, result = values[start : start + _CAST_BLOCK_ELEMENTS], results[start : start + _CAST_BLOCK_ELEMENTS]
             if have.name == "F64":
                 np.copyto(result, block.astype(np.float32), casting="unsafe")
             elif have.bits == _TABLE_BITS:
@@ -115,13 +119,13 @@ def cast_elements(src: NDArray[np.uint8], have: DType, want: DType, out: NDArray
                 np.copyto(result, block, casting="unsafe")
             lost = _canonicalise_nans(block, result.view(target.bits), target)
             overflowed += lost.size
-            minima += int(np.isin(lost.astype(np.float64), _LOWEST).sum()) if lost.size else 0
+            minima += int(np.isin(lost.astype(np.float64), _LOWEST_FINITE_VALUES).sum()) if lost.size else 0
     return CastReport(overflowed, minima)
 
 
 def has_cast(have: DType, want: DType) -> bool:
     """Return whether elements of one type can be cast to another."""
-    return have == want or (have.name in _FLOATS and want.name in _TARGETS)
+    return have == want or (have.name in _NUMPY_FLOAT_TYPES and want.name in _CAST_TARGETS)
 
 
 def build_overflow_error(tensor: str, count: int, dtype: DType) -> SourceError:
@@ -137,7 +141,7 @@ def build_overflow_error(tensor: str, count: int, dtype: DType) -> SourceError:
 @cache
 def _build_cast_table(have: str, want: str) -> NDArray[Any]:
     """Build what each of the 256 patterns of an 8-bit type becomes; looking it up is ten times as fast as casting."""
-    return np.arange(2**_TABLE_BITS, dtype=np.uint8).view(_FLOATS[have]).astype(_FLOATS[want])
+    return np.arange(2**_TABLE_BITS, dtype=np.uint8).view(_NUMPY_FLOAT_TYPES[have]).astype(_NUMPY_FLOAT_TYPES[want])
 
 
 def _canonicalise_nans(values: NDArray[Any], bits: NDArray[Any], target: _CastTarget) -> NDArray[Any]:

@@ -45,7 +45,7 @@ LANES: Final = 2
 _TENSOR_HASH: Final = blake2b(digest_size=16, person=b"shardctl1 tensor")
 """To be copied, which takes half of the time of making one."""
 
-_TILE: Final = 1 << 16
+_TILE_SIDE_ELEMENTS: Final = 1 << 16
 """Rows and columns per tile: 2^16 elements below 2^16 with keys below 2^20 still sum exactly in a float64."""
 _COLUMN_KEY_BITS: Final = 20
 _ROW_KEY_DISTINCT_BITS: Final = 29
@@ -54,25 +54,25 @@ _ROW_KEY_DISTINCT_BITS: Final = 29
 _PLACE_BITS: Final = 17
 """Enough for the place of each word that keys are selected from."""
 
-_BLOCK: Final = 1 << 18
+_BLOCK_ELEMENTS: Final = 1 << 18
 """Elements converted at a time: 2 MiB of float64, near the cores' caches and enough to outweigh Python's calls."""
-_STRETCH: Final = 1 << 8
+_COLUMNS_PER_CALL: Final = 1 << 8
 """Columns per BLAS call: NumPy keeps the GIL through a matmul of up to 500 results, and a block has four times that."""
-_CODES: Final = 1 << 7
+_NARROW_UNITS_PER_CALL: Final = 1 << 7
 """Units per BLAS call of elements of at most 8 bits, which are multiplied as float32: see `_multiply_codes`."""
-_NARROW: Final = 16
+_MIN_NARROW_EXTENT: Final = 16
 """Rows, and units of a row, from which on this is faster."""
-_CALL: Final = 1 << 13
+_MAX_ELEMENTS_PER_CALL: Final = 1 << 13
 """Elements per BLAS call: from 9,216 up some versions of OpenBLAS start threads, which would fight the caller's."""
-_ROWS: Final = 16
+_MIN_ROWS_PER_BLOCK: Final = 16
 """Rows in a block where there are so many: BLAS calls of few rows cost more."""
-_SMALL: Final = 1 << 12
+_MAX_SMALL_TENSOR_ELEMENTS: Final = 1 << 12
 """Elements up to which a whole tensor is multiplied with integer keys at once: calls would cost more than the work."""
-_GROUP: Final = 1 << 15
+_MAX_PENDING_ROW_SUMS: Final = 1 << 15
 """Row sums of one lane kept at a time before the row keys are applied."""
 
-_BYTE: Final = 8
-_BIAS: Final = 128
+_BITS_PER_BYTE: Final = 8
+_SIGNED_BYTE_BIAS: Final = 128
 _HALF_BITS: Final = _COLUMN_KEY_BITS // 2
 
 
@@ -135,7 +135,12 @@ def compute_box_sums(data: Buffer, dtype: DType, box: Box, shape: Sequence[int])
     size = box.size
     if not size:
         return DigestSums.zero(dtype)
-    if size <= _SMALL and box.shape == tuple(shape) and dtype.bits >= _BYTE and dtype.unit_elements == 1:
+    if (
+        size <= _MAX_SMALL_TENSOR_ELEMENTS
+        and box.shape == tuple(shape)
+        and dtype.bits >= _BITS_PER_BYTE
+        and dtype.unit_elements == 1
+    ):
         return _compute_small_sums(data, dtype, box.shape)
     *leading, width = dtype.unit_shape(box.shape) or (1,)
     *_, column = dtype.unit_shape(box.origin) or (0,)
@@ -143,8 +148,8 @@ def compute_box_sums(data: Buffer, dtype: DType, box: Box, shape: Sequence[int])
     rows = _RowKeys(box, shape)
     n_parts, each = count_element_parts(dtype), dtype.unit_elements
     total = np.zeros((n_parts, LANES), np.uint64)
-    widest = _BLOCK // (n_parts * min(len(units), _ROWS))
-    stretch = _STRETCH // n_parts if dtype.bits > _BYTE else _CODES * each
+    widest = _BLOCK_ELEMENTS // (n_parts * min(len(units), _MIN_ROWS_PER_BLOCK))
+    stretch = _COLUMNS_PER_CALL // n_parts if dtype.bits > _BITS_PER_BYTE else _NARROW_UNITS_PER_CALL * each
     for start, stop in _split_strips(column * each, (column + width) * each, widest, stretch):
         strip = units[:, start // each - column : stop // each - column]
         _add_strip(total, strip, dtype.bits, rows, range(start, stop), stretch)
@@ -169,13 +174,13 @@ def compute_stacked_sums(data: NDArray[np.uint8], dtype: DType, shape: Sequence[
     """
     *leading, width = dtype.unit_shape(shape) or (1,)
     rows, each, n_parts = prod(leading), dtype.unit_elements, count_element_parts(dtype)
-    if not rows * width or max(rows, width * each) > _TILE:
+    if not rows * width or max(rows, width * each) > _TILE_SIDE_ELEMENTS:
         raise ValueError(f"a tensor of shape {tuple(shape)} is empty or not in one tile")
     units = _split_units(data, dtype, len(data) * rows, width)
     keys = _draw_row_keys()[:, :rows] * _draw_tile_keys(0, 0)
     total = np.zeros((len(data), n_parts, LANES), np.uint64)
-    widest = _BLOCK // (n_parts * min(len(units), _ROWS))
-    stretch = _STRETCH // n_parts if dtype.bits > _BYTE else _CODES * each
+    widest = _BLOCK_ELEMENTS // (n_parts * min(len(units), _MIN_ROWS_PER_BLOCK))
+    stretch = _COLUMNS_PER_CALL // n_parts if dtype.bits > _BITS_PER_BYTE else _NARROW_UNITS_PER_CALL * each
     for start, stop in _split_strips(0, width * each, widest, stretch):
         strip, columns = units[:, start // each : stop // each], range(start, stop)
         for a, b in _split_groups(len(data), n_parts * rows, len(columns), stretch):
@@ -231,7 +236,7 @@ def _select_distinct_words(words: NDArray[np.uint64], bits: int) -> NDArray[np.u
     order = np.sort(low << np.uint64(_PLACE_BITS) | np.arange(len(words), dtype=np.uint64))  # sorts faster than pairs
     values, places = order >> np.uint64(_PLACE_BITS), order & np.uint64(2**_PLACE_BITS - 1)
     first = np.sort(places[(values != 0) & np.append(True, values[1:] != values[:-1])])
-    kept: NDArray[np.uint64] = words[first[:_TILE]]
+    kept: NDArray[np.uint64] = words[first[:_TILE_SIDE_ELEMENTS]]
     return kept
 
 
@@ -252,11 +257,11 @@ def _draw_once(draw: Callable[[], Keys]) -> Callable[[], Keys]:
 def _draw_column_keys() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Draw the column keys ``[lanes, 65536]``, and the sums ``[lanes, 65537]`` of the keys before each column."""
     drawn = (
-        _select_distinct_words(_draw_key_words(f"column {lane}", _TILE * 9 // 8), _COLUMN_KEY_BITS)
+        _select_distinct_words(_draw_key_words(f"column {lane}", _TILE_SIDE_ELEMENTS * 9 // 8), _COLUMN_KEY_BITS)
         for lane in range(LANES)
     )
     keys = np.stack(list(drawn)) & np.uint64(2**_COLUMN_KEY_BITS - 1)
-    before = np.zeros((LANES, _TILE + 1))
+    before = np.zeros((LANES, _TILE_SIDE_ELEMENTS + 1))
     np.cumsum(keys, axis=1, out=before[:, 1:])
     return keys.astype(np.float64), before
 
@@ -284,7 +289,7 @@ def _draw_half_keys() -> NDArray[np.float32]:
 @_draw_once
 def _draw_row_keys() -> NDArray[np.uint64]:
     """Draw the row keys ``[lanes, 65536]``."""
-    drawn = (_draw_key_words(f"row {lane}", _TILE * 9 // 8) | np.uint64(1) for lane in range(LANES))
+    drawn = (_draw_key_words(f"row {lane}", _TILE_SIDE_ELEMENTS * 9 // 8) | np.uint64(1) for lane in range(LANES))
     return np.stack([_select_distinct_words(words, _ROW_KEY_DISTINCT_BITS) for words in drawn])
 
 
@@ -318,10 +323,10 @@ class _RowKeys:
         """Return row key times tile key ``[lanes, stop - start]`` of the box's rows `start` to `stop`."""
         table = _draw_row_keys()
         if self._first is not None:
-            tile, within = divmod(self._first + start, _TILE)
-            if within + stop - start <= _TILE:
+            tile, within = divmod(self._first + start, _TILE_SIDE_ELEMENTS)
+            if within + stop - start <= _TILE_SIDE_ELEMENTS:
                 return table[:, within : within + stop - start] * _draw_tile_keys(tile, column_tile)
-        tiles, within_tiles = np.divmod(self._flat(start, stop), _TILE)
+        tiles, within_tiles = np.divmod(self._flat(start, stop), _TILE_SIDE_ELEMENTS)
         keys: NDArray[np.uint64] = table[:, within_tiles]
         edges = [0, *(np.flatnonzero(np.diff(tiles)) + 1).tolist(), len(tiles)]
         for a, b in pairwise(edges):
@@ -340,9 +345,9 @@ class _ThreadScratch(threading.local):
     """Each thread's block of float64, the same memory as float32, and codes beside these."""
 
     def __init__(self) -> None:
-        self.block = allocate_pages(_BLOCK * 8).view(np.float64)
+        self.block = allocate_pages(_BLOCK_ELEMENTS * 8).view(np.float64)
         self.numbers = self.block.view(np.float32)
-        self.codes = np.empty(2 * _BLOCK, np.uint8)
+        self.codes = np.empty(2 * _BLOCK_ELEMENTS, np.uint8)
 
 
 _scratch = _ThreadScratch()
@@ -362,7 +367,7 @@ def _split_strips(start: int, stop: int, most: int, stretch: int) -> Iterator[tu
     A strip is many whole stretches, or part of one.
     """
     while start < stop:
-        end = min(stop, start + most, start - start % _TILE + _TILE)
+        end = min(stop, start + most, start - start % _TILE_SIDE_ELEMENTS + _TILE_SIDE_ELEMENTS)
         if end - start > stretch:
             end -= (end - start) % stretch
         yield start, end
@@ -373,7 +378,7 @@ def _add_strip(
     total: NDArray[np.uint64], units: NDArray[Any], bits: int, rows: _RowKeys, columns: range, stretch: int
 ) -> None:
     """Add to `total` ``[parts, lanes]`` the sums over a strip ``[rows, units, words]`` at `columns` of the tensor."""
-    tile = columns.start // _TILE
+    tile = columns.start // _TILE_SIDE_ELEMENTS
     for start, stop in _split_groups(len(units), len(total), len(columns), stretch):
         dots = _multiply_rows(units[start:stop], bits, len(total), columns, stretch)
         total += np.einsum("lpsr,lr->pl", dots, rows.keys(start, stop, tile))
@@ -381,7 +386,7 @@ def _add_strip(
 
 def _split_groups(rows: int, n_parts: int, columns: int, stretch: int) -> Iterator[tuple[int, int]]:
     """Split rows, or what has some, into groups with so few sums that these are kept at a time."""
-    group = max(1, _GROUP // (n_parts * max(1, columns // stretch)))
+    group = max(1, _MAX_PENDING_ROW_SUMS // (n_parts * max(1, columns // stretch)))
     for start in range(0, rows, group):
         yield start, min(start + group, rows)
 
@@ -389,10 +394,10 @@ def _split_groups(rows: int, n_parts: int, columns: int, stretch: int) -> Iterat
 def _multiply_rows(units: NDArray[Any], bits: int, n_parts: int, columns: range, stretch: int) -> NDArray[np.uint64]:
     """Compute the products ``[lanes, parts, stretches, rows]`` of a strip of `columns` with their keys, as integers."""
     keys, before = _draw_column_keys()
-    a = columns.start % _TILE
+    a = columns.start % _TILE_SIDE_ELEMENTS
     b = a + len(columns)
-    narrow = bits <= _BYTE and min(units.shape[:2]) >= _NARROW
-    less = _BIAS if narrow and bits == _BYTE else 0
+    narrow = bits <= _BITS_PER_BYTE and min(units.shape[:2]) >= _MIN_NARROW_EXTENT
+    less = _SIGNED_BYTE_BIAS if narrow and bits == _BITS_PER_BYTE else 0
     ones = (before[:, b] - before[:, a])[:, None, None]  # of each element's bits plus one, the one
     dots = np.empty((LANES, n_parts, 1 if narrow else max(1, len(columns) // stretch), len(units)))
     if narrow:
@@ -413,7 +418,9 @@ def _multiply_keys(units: NDArray[Any], bits: int, keys: NDArray[np.float64], ou
     vectors = keys.reshape(lanes * n_parts, stretches, -1).swapaxes(0, 1)
     product = np.multiply if width == 1 else np.matmul  # BLAS takes ten times as long to multiply by a number
     sums = out.reshape(lanes * n_parts, stretches, rows)
-    for start, stop, step, call in _split_blocks(rows, _BLOCK // width, _CALL * stretches // width):
+    for start, stop, step, call in _split_blocks(
+        rows, _BLOCK_ELEMENTS // width, _MAX_ELEMENTS_PER_CALL * stretches // width
+    ):
         block = _scratch.block[: step * width].reshape(step, width)
         matrices = block.reshape(-1, call, stretches, width // stretches).transpose(0, 2, 3, 1)
         blocks = units[start:stop].reshape(-1, step, *units.shape[1:])
@@ -425,7 +432,7 @@ def _multiply_keys(units: NDArray[Any], bits: int, keys: NDArray[np.float64], ou
 
 def _widen_words(units: NDArray[Any], bits: int, block: NDArray[np.float64]) -> None:
     """Write the words of `units` ``[rows, units, words]`` as numbers to `block` ``[rows, words of all units]``."""
-    if bits < _BYTE:
+    if bits < _BITS_PER_BYTE:
         codes = np.empty((*units.shape[:2], block.shape[1] // units.shape[1]), np.uint8)
         _unpack_codes(units, bits, codes.transpose(2, 0, 1))
         units = codes
@@ -442,21 +449,23 @@ def _multiply_codes(units: NDArray[np.uint8], bits: int, keys: NDArray[np.float3
     octets, halves, width = units.reshape(rows, -1), len(keys), units_wide * n_bytes
     masks, elements, scales = _list_fields(bits, n_bytes)
     planes = len(masks)
-    stretches = width // min(units_wide, _CODES)
+    stretches = width // min(units_wide, _NARROW_UNITS_PER_CALL)
     of_bytes = keys.reshape(halves, units_wide, -1)[:, :, elements] * scales  # [halves, units, planes, bytes of a unit]
     vectors = of_bytes.transpose(2, 0, 1, 3).reshape(planes, halves, stretches, -1).swapaxes(1, 2)[:, None]
     wanted = np.tile(masks, units_wide if n_bytes > 1 else 1)[:, None]  # NumPy applies one mask faster than a row
-    for start, stop, step, call in _split_blocks(rows, 2 * _BLOCK // (planes * width), _CALL * stretches // width):
+    for start, stop, step, call in _split_blocks(
+        rows, 2 * _BLOCK_ELEMENTS // (planes * width), _MAX_ELEMENTS_PER_CALL * stretches // width
+    ):
         shape = planes, step, width
         numbers, codes = (scratch[: prod(shape)].reshape(shape) for scratch in (_scratch.numbers, _scratch.codes))
         matrices = numbers.reshape(planes, -1, call, stretches, width // stretches).transpose(0, 1, 3, 4, 2)
         results = out[:, start:stop].reshape(halves // 2, -1, step // call, call).transpose(1, 2, 0, 3)
         for words, result in zip(octets[start:stop].reshape(-1, step, width), results, strict=True):
-            if bits == _BYTE:
-                np.bitwise_xor(words, np.uint8(_BIAS), out=codes[0])  # signed, this is the byte less 128
+            if bits == _BITS_PER_BYTE:
+                np.bitwise_xor(words, np.uint8(_SIGNED_BYTE_BIAS), out=codes[0])  # signed, this is the byte less 128
             else:
                 np.bitwise_and(words, wanted, out=codes)
-            np.copyto(numbers, codes.view(np.int8) if bits == _BYTE else codes)
+            np.copyto(numbers, codes.view(np.int8) if bits == _BITS_PER_BYTE else codes)
             sums = np.matmul(vectors, matrices).sum((0, 2), np.float64)
             np.add(sums[:, : halves // 2], sums[:, halves // 2 :] * 2**_HALF_BITS, out=result)
 
@@ -469,11 +478,14 @@ def _list_fields(bits: int, n_bytes: int) -> tuple[NDArray[np.uint8], NDArray[np
     fewer fields than another has empty ones.
     """
     fields: list[list[tuple[int, int, float]]] = [[] for _ in range(n_bytes)]
-    for element in range(n_bytes * _BYTE // bits):
+    for element in range(n_bytes * _BITS_PER_BYTE // bits):
         for byte, found in enumerate(fields):
-            low, high = (min(max(bit - byte * _BYTE, 0), _BYTE) for bit in (bits * element, bits * (element + 1)))
+            low, high = (
+                min(max(bit - byte * _BITS_PER_BYTE, 0), _BITS_PER_BYTE)
+                for bit in (bits * element, bits * (element + 1))
+            )
             if low < high:
-                found.append(((1 << high) - (1 << low), element, 2.0 ** (byte * _BYTE - bits * element)))
+                found.append(((1 << high) - (1 << low), element, 2.0 ** (byte * _BITS_PER_BYTE - bits * element)))
     most = max(map(len, fields))
     table = [found + [(0, 0, 0.0)] * (most - len(found)) for found in fields]
     masks, elements, scales = np.array(table).transpose(2, 1, 0)
@@ -499,9 +511,9 @@ def _unpack_codes(units: NDArray[np.uint8], bits: int, codes: NDArray[np.uint8])
     """Write codes of `bits` bits, low bits first, of `units` ``[rows, units, bytes]`` to ``[codes, rows, units]``."""
     for element in range(len(codes)):
         code = codes[element]
-        byte, shift = divmod(bits * element, _BYTE)
+        byte, shift = divmod(bits * element, _BITS_PER_BYTE)
         np.right_shift(units[:, :, byte], np.uint8(shift), out=code)
-        if shift + bits > _BYTE:
-            np.bitwise_or(code, units[:, :, byte + 1] << np.uint8(_BYTE - shift), out=code)
-        if shift + bits != _BYTE:
+        if shift + bits > _BITS_PER_BYTE:
+            np.bitwise_or(code, units[:, :, byte + 1] << np.uint8(_BITS_PER_BYTE - shift), out=code)
+        if shift + bits != _BITS_PER_BYTE:
             np.bitwise_and(code, np.uint8(2**bits - 1), out=code)

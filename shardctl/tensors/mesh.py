@@ -27,9 +27,9 @@ EXPERT_FSDP: Final = "efsdp"
 """What is left of fsdp for the experts, which ep and etp have already divided over some of its ranks."""
 MOST_RANKS: Final = 1 << 17
 """Of a mesh; clusters have up to about 100,000 devices, and plans and layouts speak of every rank."""
-_DEGREE: Final = re.compile(r"[0-9]{1,9}")
+_DEGREE_PATTERN: Final = re.compile(r"[0-9]{1,9}")
 """Of an axis, as text: no machine has a thousand million ranks."""
-_HOLDING: Final = ("pp", "fsdp", "tp", *EXPERT_AXES, EXPERT_FSDP)
+_WEIGHT_SHARDING_AXES: Final = ("pp", "fsdp", "tp", *EXPERT_AXES, EXPERT_FSDP)
 """The axes on which two ranks must agree to hold the same weights."""
 
 
@@ -92,7 +92,7 @@ class Mesh:
         named: dict[str, int] = {}
         for part in filter(None, text.replace(" ", "").split(",")):
             name, _, degree = part.partition("=")
-            if name not in (*AXES, *EXPERT_AXES) or _DEGREE.fullmatch(degree) is None or name in named:
+            if name not in (*AXES, *EXPERT_AXES) or _DEGREE_PATTERN.fullmatch(degree) is None or name in named:
                 raise UsageError(
                     f"cannot read mesh part {part!r}",
                     hint="write it as --mesh pp=2,fsdp=2,tp=4, each axis once, outermost first",
@@ -173,7 +173,7 @@ def build_holding_key(at: Mapping[str, int]) -> tuple[int, ...]:
     >>> [build_holding_key(mesh.coordinate(rank))[2] for rank in range(4)]
     [0, 1, 0, 1]
     """
-    return tuple(at[axis] for axis in _HOLDING)
+    return tuple(at[axis] for axis in _WEIGHT_SHARDING_AXES)
 
 
 def _choose_etp(ep: int, etp: int | None, degrees: Mapping[str, int]) -> int:

@@ -26,7 +26,11 @@ if TYPE_CHECKING:
     from shardctl.tensors.mesh import Mesh
     from shardctl.tensors.placement import PartitionSpec
 
-_DIVISIONS: Final = {"transformers": "first", "transformers@5.24": "first", "transformers@5.23": "last"}
+_REMAINDER_STAGES_BY_DIVISION: Final = {
+    "transformers": "first",
+    "transformers@5.24": "first",
+    "transformers@5.23": "last",
+}
 """Names for the division of layers that versions of transformers make: which stages have those that are left over."""
 
 _HeldTensors = list[tuple[int, "Tensor", tuple[str, ...]]]
@@ -366,9 +370,13 @@ def parse_stages(text: str, layers: int, count: int) -> tuple[int, ...]:
     >>> parse_stages("transformers", layers=32, count=3), parse_stages("transformers@5.23", layers=32, count=3)
     ((11, 11, 10), (10, 10, 12))
     """
-    if text in _DIVISIONS:
+    if text in _REMAINDER_STAGES_BY_DIVISION:
         even, fewest = split_layers_evenly(layers, count), layers // count
-        return even if _DIVISIONS[text] == "first" else (*[fewest] * (count - 1), layers - fewest * (count - 1))
+        return (
+            even
+            if _REMAINDER_STAGES_BY_DIVISION[text] == "first"
+            else (*[fewest] * (count - 1), layers - fewest * (count - 1))
+        )
     try:
         stages = tuple(int(part) for part in text.split(","))
     except ValueError as error:

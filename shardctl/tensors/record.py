@@ -57,13 +57,13 @@ SAVED_NAMES: Final = "source_names"
 """The option of a record that says that the source had the names of the Hub, of a model that no table knows."""
 SUMS: Final = "SHA256SUMS"
 SCHEMA: Final = "shardctl.checkpoint/1"
-_SEAL: Final = b',\n "seal": "'
+_SEAL_JSON_PREFIX: Final = b',\n "seal": "'
 """What stands between the record and the SHA-256 of all of it that comes before."""
-_LARGEST: Final = 2**63 - 1
+_MAX_INTEGER_VALUE: Final = 2**63 - 1
 """No file, dim or offset is beyond; what says so is damaged."""
 _MAX_LAYERS: Final = 500_000
 """As many as a config may have: who holds what is listed layer by layer."""
-_DAMAGED: Final = "remove {} to read the files without it; its digests are lost then"
+_REMOVE_RECORD_HINT: Final = "remove {} to read the files without it; its digests are lost then"
 _READ_BYTES: Final = 1 << 20
 
 
@@ -220,7 +220,7 @@ def encode_record(record: CheckpointRecord) -> bytes:
     for title, rows in (("hashes", hashes), ("tensors", lines)):
         text += f',\n "{title}": {{\n' + ",\n".join(rows) + "\n }"
     body = text.encode()
-    return body + _SEAL + _start_sha256(body).hexdigest().encode() + b'"\n}\n'
+    return body + _SEAL_JSON_PREFIX + _start_sha256(body).hexdigest().encode() + b'"\n}\n'
 
 
 def _convert_names_to_text(files: Mapping[str, int]) -> dict[str, int]:
@@ -230,7 +230,7 @@ def _convert_names_to_text(files: Mapping[str, int]) -> dict[str, int]:
 def parse_record(data: bytes, path: str = RECORD) -> CheckpointRecord:
     """Read a record; raises SourceError if it is not one or was written by a later shardctl."""
     try:
-        raw = parse_json(data, path, RECORD_TEXT, hint=_DAMAGED.format(path))
+        raw = parse_json(data, path, RECORD_TEXT, hint=_REMOVE_RECORD_HINT.format(path))
         if raw["schema"] != SCHEMA:
             raise SourceError(
                 f"{path} has schema {raw['schema']!r}, but this shardctl reads {SCHEMA!r}",
@@ -257,12 +257,12 @@ def parse_record(data: bytes, path: str = RECORD) -> CheckpointRecord:
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError, UsageError) as error:
         raise SourceError(
             f"{path} is damaged: {type(error).__name__} {error}",
-            hint=_DAMAGED.format(path),
+            hint=_REMOVE_RECORD_HINT.format(path),
         ) from error
 
 
 def _check_seal(data: bytes, seal: str) -> None:
-    if _start_sha256(data.rpartition(_SEAL)[0]).hexdigest() != seal:
+    if _start_sha256(data.rpartition(_SEAL_JSON_PREFIX)[0]).hexdigest() != seal:
         raise ValueError("its checksum does not match its content")
 
 
@@ -277,7 +277,7 @@ def _parse_texts(values: Sequence[object]) -> tuple[str, ...]:
 
 
 def _parse_count(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _LARGEST:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_INTEGER_VALUE:
         raise TypeError(f"{value!r:.80} where a size or a position is expected")
     return value
 

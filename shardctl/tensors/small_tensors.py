@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from shardctl.base.dtype import DType
     from shardctl.tensors.manifest import Chunk, Region, Tensor
 
-_MOST: Final = 1 << 16
+_MAX_SMALL_TENSOR_SIZE: Final = 1 << 16
 """Elements and bytes of a small tensor: all of it is in the first tile of the digest."""
-_RUN: Final = 1 << 20
+_MAX_RUN_BYTES: Final = 1 << 20
 """Bytes of a run: it stays in the core's cache, and there is another one for each thread."""
-_GAP: Final = 4 << 10
+_MAX_GAP_BYTES: Final = 4 << 10
 """Bytes between two neighbours that are read along, such as the header of a record of an archive."""
 
 
@@ -60,7 +60,7 @@ def locate_small_tensor(tensor: Tensor, chunks: Sequence[Chunk]) -> Region | Non
 def _compute_small_strides(dtype: DType, shape: tuple[int, ...]) -> tuple[int, ...] | None:
     """Compute the byte strides of a tensor if it is small; None for others."""
     size = prod(shape)
-    small = 0 < size <= _MOST and size * dtype.bits <= 8 * _MOST
+    small = 0 < size <= _MAX_SMALL_TENSOR_SIZE and size * dtype.bits <= 8 * _MAX_SMALL_TENSOR_SIZE
     return compute_dense_strides(dtype, shape) if small else None
 
 
@@ -69,7 +69,7 @@ def split_runs(places: Iterable[tuple[Region | None, int]], block: int) -> Itera
 
     A tensor without a region is alone.
     """
-    most = min(block, _RUN)
+    most = min(block, _MAX_RUN_BYTES)
     first = count = start = stop = payload = 0
     file = None
     for region, nbytes in places:
@@ -77,7 +77,7 @@ def split_runs(places: Iterable[tuple[Region | None, int]], block: int) -> Itera
         if (
             where is None
             or where.file != file
-            or not 0 <= where.offset - stop <= _GAP
+            or not 0 <= where.offset - stop <= _MAX_GAP_BYTES
             or where.offset + nbytes - start > most
         ):
             if count > first:

@@ -33,7 +33,7 @@ MASTER: Final = "master_param"
 """The state that is an optimizer's fp32 copy of a weight (Transformer Engine `pytorch/optimizers/fused_adam.py`)."""
 _OF_MOMENTUM: Final = "momentum"
 """The setting that Muon's groups have, and no group of Adam's."""
-_WORDS: Final = 3
+_STATE_NAME_WORD_COUNT: Final = 3
 
 
 def format_state_name(state: str, parameter: str) -> str:
@@ -54,8 +54,8 @@ def split_state_name(name: str) -> tuple[str, str] | None:
     """
     if not name.startswith(f"{ROOT}."):
         return None
-    words = name.split(".", _WORDS - 1)
-    return (words[1], words[2]) if len(words) == _WORDS else None
+    words = name.split(".", _STATE_NAME_WORD_COUNT - 1)
+    return (words[1], words[2]) if len(words) == _STATE_NAME_WORD_COUNT else None
 
 
 def has_momentum(group: Mapping[str, Setting]) -> bool:

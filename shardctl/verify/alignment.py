@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     from shardctl.tensors.mesh import Mesh
     from shardctl.tensors.placement import GroupMember, Interval, PartitionSpec, Where
 
-_DENSE: Final = ("pp", "dp", "cp", "tp")
-_EXPERT: Final = ("pp", "ep", "etp", "replica")
+_DENSE_WEIGHT_AXES: Final = ("pp", "dp", "cp", "tp")
+_EXPERT_WEIGHT_AXES: Final = ("pp", "ep", "etp", "replica")
 """The axes on which ranks agree that gather from each other: of experts, and of all else."""
-_QUERIES: Final = "attention heads"
-_KEYS: Final = "key/value heads"
-_SHOWN: Final = 3
+_QUERY_HEADS_LABEL: Final = "attention heads"
+_KV_HEADS_LABEL: Final = "key/value heads"
+_MAX_OWNERS_SHOWN: Final = 3
 
 _Holder = tuple[int, ...]
 """Ranks that gather from each other, by their common coordinate; one rank where the mesh is not known."""
@@ -159,7 +159,7 @@ class _AlignmentCheck:
                 holder = (rank,)
             elif rank is not None and self._mesh is not None and rank < self._mesh.world:
                 at = self._mesh.coordinate(rank)
-                holder = tuple(at[axis] for axis in (_EXPERT if spec.of_expert else _DENSE))
+                holder = tuple(at[axis] for axis in (_EXPERT_WEIGHT_AXES if spec.of_expert else _DENSE_WEIGHT_AXES))
             self._holders[key] = holder
         return self._holders[key]
 
@@ -173,9 +173,11 @@ class _AlignmentCheck:
         """Check that one of many is on one rank of the axis that divides them, and on its replicas."""
         if self._mesh is None:
             return
-        owners = {holder[_EXPERT.index(axis)]: file for holder, file in files.items()}
+        owners = {holder[_EXPERT_WEIGHT_AXES.index(axis)]: file for holder, file in files.items()}
         if len(owners) > 1:
-            places = " and ".join(f"{axis}{owner} ({file})" for owner, file in sorted(owners.items())[:_SHOWN])
+            places = " and ".join(
+                f"{axis}{owner} ({file})" for owner, file in sorted(owners.items())[:_MAX_OWNERS_SHOWN]
+            )
             message = f"{tensor.name} is on {places}, but {axis} gives each expert to one"
             yield CheckFinding("error", CHECK, message, tensor.name, next(iter(owners.values())))
 
@@ -187,7 +189,7 @@ class _AlignmentCheck:
         grouped = set()
         for (noun, heads), queries in scope.held.items():
             for (other, groups), keys in scope.held.items():
-                if noun == _QUERIES and other == _KEYS and heads % groups == 0:
+                if noun == _QUERY_HEADS_LABEL and other == _KV_HEADS_LABEL and heads % groups == 0:
                     grouped.add((other, groups))
                     yield from self._grouped(heads // groups, queries, keys)
         for label, holders in scope.held.items():
@@ -216,7 +218,7 @@ class _AlignmentCheck:
             missing = min(every - holders, default=None)
             if missing is not None:
                 other = next(n for n, found in scope.holders.items() if missing in found)
-                place = " ".join(f"{axis}{index}" for axis, index in zip(_DENSE, missing, strict=True))
+                place = " ".join(f"{axis}{index}" for axis, index in zip(_DENSE_WEIGHT_AXES, missing, strict=True))
                 message = f"{name} is on no rank of {place}, which have {other} of the same layer"
                 yield CheckFinding("error", CHECK, message, name)
 
@@ -263,8 +265,8 @@ class _AlignmentCheck:
                 if one.is_just(used) if exact else one.is_within(used):
                     continue
                 message = (
-                    f"{one.tensor} is not cut with its queries: {self._who(one.file)} has {_KEYS} {one}, but "
-                    f"its {_QUERIES} {witness}, of {witness.tensor}, use {format_intervals(used)}"
+                    f"{one.tensor} is not cut with its queries: {self._who(one.file)} has {_KV_HEADS_LABEL} {one}, but "
+                    f"its {_QUERY_HEADS_LABEL} {witness}, of {witness.tensor}, use {format_intervals(used)}"
                 )
                 yield _build_finding(message, one.tensor, one.file, one.boxes)
 

@@ -14,14 +14,16 @@ if TYPE_CHECKING:
 
     from shardctl.storage import Source
 
-_BLOCK: Final = 1 << 20
+_COMPARE_BLOCK_BYTES: Final = 1 << 20
 _WRITER_KEYS: Final = ("transformers_version", "_from_model_config", "_commit_hash")
-_DOCUMENTS: Final = frozenset({".md", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".pdf", ".ipynb"})
+_DOCUMENT_SUFFIXES: Final = frozenset({".md", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".pdf", ".ipynb"})
 AUTO_MAP: Final = "auto_map"
 """The key of configs and of settings of tokenizers that names classes in files of code, or in another repository."""
-_NEEDED: Final = frozenset({"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"})
+_REQUIRED_FILE_NAMES: Final = frozenset(
+    {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"}
+)
 """Files without which a model answers otherwise, or not at all, and for which no other file stands."""
-_READ: Final = frozenset(
+_LOADER_FILE_NAMES: Final = frozenset(
     {
         *("config.json", "generation_config.json", "adapter_config.json", "model_index.json", "params.json"),
         *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -55,7 +57,7 @@ def is_document(path: str) -> bool:
     """
     name = PurePosixPath(path)
     return (
-        name.suffix.lower() in _DOCUMENTS
+        name.suffix.lower() in _DOCUMENT_SUFFIXES
         or name.name == ".gitattributes"
         or name.stem.upper().startswith(("README", "LICENSE", "NOTICE", "COPYING", "USE_POLICY"))
     )
@@ -73,7 +75,7 @@ def is_read_by_loaders(path: str) -> bool:
     [True, True, True, False]
     """
     name = PurePosixPath(path).name
-    return is_code(path) or name in _READ or name.lower().endswith(_READ_SUFFIXES)
+    return is_code(path) or name in _LOADER_FILE_NAMES or name.lower().endswith(_READ_SUFFIXES)
 
 
 def describe_loading(path: str) -> str:
@@ -85,7 +87,7 @@ def describe_loading(path: str) -> str:
 
 def is_needed(path: str) -> bool:
     """Return whether a checkpoint of which the source has this file is not whole without it."""
-    return path in _NEEDED or is_code(path)
+    return path in _REQUIRED_FILE_NAMES or is_code(path)
 
 
 def list_code_references(settings: Mapping[str, object], place: str = "") -> Iterator[tuple[str, object]]:
@@ -134,8 +136,8 @@ def _has_same_bytes(path: str, a: Source, other: str, b: Source) -> bool:
     size = a.files()[path].size
     if b.files()[other].size != size:
         return False
-    for offset in range(0, size, _BLOCK):
-        length = min(_BLOCK, size - offset)
+    for offset in range(0, size, _COMPARE_BLOCK_BYTES):
+        length = min(_COMPARE_BLOCK_BYTES, size - offset)
         ours, theirs = bytearray(length), bytearray(length)
         a.read_at(path, offset, memoryview(ours))
         b.read_at(other, offset, memoryview(theirs))

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from shardctl.base.dtype import DType
 
-_F32: Final = BY_NAME["F32"]
-_SLICE: Final = 1 << 16
+_F32_DTYPE: Final = BY_NAME["F32"]
+_SLICE_ELEMENTS: Final = 1 << 16
 """Elements that are measured at a time: their copies in float64 (512 KiB each) stay near the cores' caches."""
 
 
@@ -85,8 +85,8 @@ class CastLosses:
     ) -> None:
         """Add how far a band of `dtype` is from what its source had, of type `other`; both are floats."""
         found, ours, theirs = _BandSums(), dtype.bits // 8, other.bits // 8
-        for start in range(0, result.size // ours, _SLICE):
-            stop = start + _SLICE
+        for start in range(0, result.size // ours, _SLICE_ELEMENTS):
+            stop = start + _SLICE_ELEMENTS
             left = _read_numbers(result[start * ours : stop * ours], dtype)
             right = _read_numbers(source[start * theirs : stop * theirs], other)
             found = found.plus(_measure_slice(left, right))
@@ -126,6 +126,6 @@ def _read_numbers(data: NDArray[np.uint8], dtype: DType) -> NDArray[np.float64]:
     if dtype.name == "F64":
         return data.view(np.float64)
     wide = np.empty(data.size * 32 // dtype.bits, np.uint8)
-    cast_elements(data, dtype, _F32, wide)
+    cast_elements(data, dtype, _F32_DTYPE, wide)
     with np.errstate(invalid="ignore"):  # a NaN that signals is none of ours
         return wide.view(np.float32).astype(np.float64)

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from shardctl.base.workers import StopRequest
     from shardctl.storage import Source
 
-_LINE: Final = re.compile(rb"(\\?)([0-9a-fA-F]{64}) [ *](.+)")
-_ESCAPE: Final = re.compile(rb"\\([\\nr])")
-_ESCAPED: Final = {b"\\": b"\\", b"n": b"\n", b"r": b"\r"}
+_CHECKSUM_LINE_PATTERN: Final = re.compile(rb"(\\?)([0-9a-fA-F]{64}) [ *](.+)")
+_ESCAPE_SEQUENCE_PATTERN: Final = re.compile(rb"\\([\\nr])")
+_UNESCAPED_BYTES: Final = {b"\\": b"\\", b"n": b"\n", b"r": b"\r"}
 """What a line that begins with a backslash has in the file's name (coreutils, `cksum.c`)."""
 
 
@@ -30,12 +30,14 @@ def check_sums(source: Source, stop: StopRequest) -> Iterator[CheckFinding]:
     if SUMS not in files:
         return
     for number, line in enumerate(read_bytes(source, SUMS).removesuffix(b"\n").split(b"\n"), 1):
-        found = _LINE.fullmatch(line.removesuffix(b"\r"))
+        found = _CHECKSUM_LINE_PATTERN.fullmatch(line.removesuffix(b"\r"))
         if found is None:
             yield CheckFinding("warning", "sha256", f"line {number} of {SUMS} is not understood", file=SUMS)
             continue
         escaped, sha256, name = found.groups()
-        path = name_from_bytes(_ESCAPE.sub(lambda e: _ESCAPED[e[1]], name) if escaped else name).removeprefix("./")
+        path = name_from_bytes(
+            _ESCAPE_SEQUENCE_PATTERN.sub(lambda e: _UNESCAPED_BYTES[e[1]], name) if escaped else name
+        ).removeprefix("./")
         if path not in files:
             yield CheckFinding("error", "sha256", f"{path} is missing; {SUMS} lists it", file=path)
             continue

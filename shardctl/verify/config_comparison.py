@@ -34,11 +34,11 @@ _OF_THE_RUN: Final = frozenset(
     }
 )
 """Keys that change what a run returns or keeps, and no number that the model computes."""
-_ROTARY: Final = ("rope_theta", "partial_rotary_factor")
-_DTYPE: Final = "dtype"
+_ROTARY_CONFIG_KEYS: Final = ("rope_theta", "partial_rotary_factor")
+_DTYPE_KEY: Final = "dtype"
 _MODEL_TYPE: Final = "model_type"
-_QUANTIZATION: Final = "quantization_config"
-_SHOWN: Final = 100
+_QUANTIZATION_CONFIG_KEY: Final = "quantization_config"
+_MAX_VALUE_CHARACTERS: Final = 100
 """Characters of a value in a message."""
 
 
@@ -100,7 +100,7 @@ def compare_configs(
         ours_named, theirs_named = (json.dumps(classes) if classes else ABSENT for classes in named)
         changes.insert(0, ConfigChange("architectures", ours_named, theirs_named, harmless=not named[1]))
     # No class knows a default of these: AutoConfig chooses the class by the type of the model.
-    sure = [key for key in single if key == _MODEL_TYPE or _QUANTIZATION in key.split(".")]
+    sure = [key for key in single if key == _MODEL_TYPE or _QUANTIZATION_CONFIG_KEY in key.split(".")]
     for key in sure:
         change = _build_change(key, ours, theirs, alike=key == _MODEL_TYPE and key not in theirs)
         changes.append(replace(change, certain=True))
@@ -143,7 +143,7 @@ def _format_value(settings: Mapping[str, object], key: str) -> str:
     if key not in settings:
         return ABSENT
     text = json.dumps(settings[key], ensure_ascii=False, default=str)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return text if len(text) <= _MAX_VALUE_CHARACTERS else f"{text[:_MAX_VALUE_CHARACTERS]}..."
 
 
 def _last_part(key: str) -> str:
@@ -151,7 +151,7 @@ def _last_part(key: str) -> str:
 
 
 def _is_dtype(key: str) -> bool:
-    return _last_part(key) == _DTYPE
+    return _last_part(key) == _DTYPE_KEY
 
 
 def _name_classes(config: Mapping[str, object]) -> list[str]:
@@ -180,8 +180,8 @@ def _walk_settings(config: Mapping[str, object], place: str) -> Iterator[tuple[s
         path = f"{place}{key}"
         if key in _OF_THE_FILE or value is None:
             continue
-        if key in {_DTYPE, "torch_dtype"}:
-            yield f"{place}{_DTYPE}", str(value).removeprefix("torch.")
+        if key in {_DTYPE_KEY, "torch_dtype"}:
+            yield f"{place}{_DTYPE_KEY}", str(value).removeprefix("torch.")
         elif isinstance(value, dict) and all(isinstance(inner, str) for inner in value):
             yield from _walk_settings(value, f"{path}.")
         else:
@@ -192,12 +192,16 @@ def _merge_rotary_keys(config: Mapping[str, object]) -> dict[str, object]:
     """Return a config that says everything of its rotary embeddings in `rope_parameters`, if they are of one kind."""
     given = config.get("rope_parameters") or config.get("rope_scaling")
     said = dict(given) if isinstance(given, dict) else {}
-    outer = {key: config[key] for key in _ROTARY if config.get(key) is not None}
+    outer = {key: config[key] for key in _ROTARY_CONFIG_KEYS if config.get(key) is not None}
     if not (said or outer) or any(isinstance(value, dict) for value in said.values()):
         return dict(config)
     kind = said.pop("rope_type", None) or said.pop("type", None) or "default"
     said.pop("type", None)
-    rest = {key: value for key, value in config.items() if key not in {*_ROTARY, "rope_scaling", "rope_parameters"}}
+    rest = {
+        key: value
+        for key, value in config.items()
+        if key not in {*_ROTARY_CONFIG_KEYS, "rope_scaling", "rope_parameters"}
+    }
     return {**rest, "rope_parameters": {**outer, **said, "rope_type": kind}}
 
 

@@ -33,11 +33,11 @@ TOKENIZER_FILES: Final = frozenset(
 """Files with the vocabulary of a tokenizer; a model has one of them at least."""
 CHECK: Final = "consumer"
 """What findings call this check."""
-_HEADS: Final = ("lm_head.", "embed_out.", "output.")
+_OUTPUT_HEAD_PREFIXES: Final = ("lm_head.", "embed_out.", "output.")
 """What the names of an output head begin with."""
 MAX_NAMES: Final = 3
 """Tensors that one reason names."""
-_PLAIN: Final = frozenset({"weight", "bias"})
+_PLAIN_PARAMETER_NAMES: Final = frozenset({"weight", "bias"})
 _PACKED_TYPES: Final = ("F8_", "I8", "U8", "I32", "F4", "F6")
 """Types in which weights are stored only if they are quantized."""
 _WEIGHT_FILES: Final = (SAFETENSORS, ".bin", ".pt", ".pth")
@@ -185,7 +185,8 @@ def _check_quantization(profile: ConsumerProfile, stored: StoredModel) -> Iterat
     head = [
         name
         for name, dtype in stored.arrays.items()
-        if name.startswith(_HEADS) and (name.rpartition(".")[2] not in _PLAIN or dtype.name.startswith(_PACKED_TYPES))
+        if name.startswith(_OUTPUT_HEAD_PREFIXES)
+        and (name.rpartition(".")[2] not in _PLAIN_PARAMETER_NAMES or dtype.name.startswith(_PACKED_TYPES))
     ]
     if head:
         module = head[0].partition(".")[0]

@@ -35,8 +35,8 @@ _FIRST_NONFINITE: Final = {
 Those above them are NaN too. The types of 8 bits are those of the OCP (OFP8, 2023); only E5M2 has infinities."""
 _ONLY_NAN: Final = {"F8_E8M0": 0xFF, "F8_E4M3FNUZ": 0x80, "F8_E5M2FNUZ": 0x80}
 """The one NaN of the types that have one and no infinity: OCP's MX scales, and those without a negative zero."""
-_WORDS: Final = frozenset({1, 2, 4, 8})
-_SLICE: Final = 1 << 18
+_WORD_WIDTHS_BYTES: Final = frozenset({1, 2, 4, 8})
+_SLICE_BYTES: Final = 1 << 18
 """Bytes looked at while they are in the core's cache."""
 
 
@@ -112,10 +112,10 @@ def count_odd_values(data: NDArray[np.uint8], dtype: DType) -> tuple[int, int, b
     tells whether there is any, which takes a tenth of the time of counting.
     """
     width = 4 if dtype.name == "C64" else dtype.unit_bytes
-    words = data.view(f"<u{width if width in _WORDS else 1}")
+    words = data.view(f"<u{width if width in _WORD_WIDTHS_BYTES else 1}")
     nans = infinities = largest = 0
-    for start in range(0, words.size, _SLICE // words.itemsize):
-        part = words[start : start + _SLICE // words.itemsize]
+    for start in range(0, words.size, _SLICE_BYTES // words.itemsize):
+        part = words[start : start + _SLICE_BYTES // words.itemsize]
         top = int(part.max())
         largest = max(largest, top)
         if dtype.name in _ONLY_NAN:

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from shardctl.storage import Source
     from shardctl.tensors.manifest import Manifest
 
-_NOTES: Final = ".cache/huggingface/download"
+_DOWNLOAD_METADATA_FOLDER: Final = ".cache/huggingface/download"
 """Where a download into a directory leaves a note of each file: commit, ETag and time, a line each
 (huggingface_hub, `_local_folder.py`). The ETag of a large file is its SHA-256, that of a small one its git SHA-1."""
 _NOTE_BYTES: Final = 1 << 10
-_HASH: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_HASH_PATTERN: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _SHA256_DIGITS: Final = 64
 
 
@@ -160,11 +160,11 @@ def _build_promise(size: int, digest: str) -> PromisedHash:
 def _read_noted_hash(root: Path, path: str) -> str | None:
     """Read the hash in the note of a file that was downloaded into the directory."""
     try:
-        with (root / _NOTES / f"{path}.metadata").open("rb") as note:
+        with (root / _DOWNLOAD_METADATA_FOLDER / f"{path}.metadata").open("rb") as note:
             lines = note.read(_NOTE_BYTES).decode("ascii", "replace").splitlines()
     except OSError:
         return None
-    return lines[1] if len(lines) > 1 and _HASH.fullmatch(lines[1]) else None
+    return lines[1] if len(lines) > 1 and _HASH_PATTERN.fullmatch(lines[1]) else None
 
 
 def _find_linked_hash(file: Path) -> str | None:
@@ -175,7 +175,7 @@ def _find_linked_hash(file: Path) -> str | None:
     if not file.is_symlink():
         return None
     blob = file.readlink()
-    return blob.name if blob.parent.name == "blobs" and _HASH.fullmatch(blob.name) else None
+    return blob.name if blob.parent.name == "blobs" and _HASH_PATTERN.fullmatch(blob.name) else None
 
 
 def list_stated_hashes(other: Source | None, source: Source) -> dict[str, PromisedHash]:

@@ -30,9 +30,9 @@ BUCKETS: Final = 64
 TOP_TOKENS: Final = 5
 CHECK: Final = "golden"
 Values = np.ndarray[Any, np.dtype[np.float64]]
-_MIX: Final = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_SPLITMIX64_CONSTANTS: Final = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 """Constants of splitmix64 (Steele, Lea and Flood, 2014)."""
-_WIDTHS: Final = {"int64": 8, "float32": 4, "bool": 1}
+_ELEMENT_BYTES_BY_DTYPE: Final = {"int64": 8, "float32": 4, "bool": 1}
 """Types of inputs, and bytes of an element."""
 _MAX_BYTES: Final = 256 << 20
 """No golden output is larger: inputs of some images, and sums of some thousand positions."""
@@ -156,9 +156,9 @@ def compare_with_golden(golden: GoldenOutput, name: str, output: Values) -> Gold
 def _hash_indices(count: int) -> tuple[np.ndarray[Any, Any], Values]:
     """Return a bucket and a sign for each index of the last dim, the same on every machine."""
     with np.errstate(over="ignore"):
-        mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_MIX[0])
-        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(_MIX[1])
-        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(_MIX[2])
+        mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_SPLITMIX64_CONSTANTS[0])
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(_SPLITMIX64_CONSTANTS[1])
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(_SPLITMIX64_CONSTANTS[2])
         mixed ^= mixed >> np.uint64(31)
     signs = np.where(mixed >> np.uint64(63), -1.0, 1.0)
     return (mixed % np.uint64(BUCKETS)).astype(np.int64), signs
@@ -212,7 +212,10 @@ def _parse_golden(told: Any) -> GoldenOutput:  # noqa: ANN401 - JSON
     inputs = {}
     for name, one in told["inputs"].items():
         made = GoldenInput(_require_text(one["dtype"]), _parse_shape(one["shape"]), _require_text(one["data"]))
-        if made.dtype not in _WIDTHS or len(made.decode()) != prod(made.shape) * _WIDTHS[made.dtype]:
+        if (
+            made.dtype not in _ELEMENT_BYTES_BY_DTYPE
+            or len(made.decode()) != prod(made.shape) * _ELEMENT_BYTES_BY_DTYPE[made.dtype]
+        ):
             raise ValueError(f"the data of the input {name} do not have its type and shape")
         inputs[name] = made
     sketch = told["sketch"]

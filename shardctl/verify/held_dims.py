@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 DimLabel = tuple[str, int]
 """A logical dim: what its units are, or its name in the table, and how many units there are."""
-_SPREADING: Final = frozenset({"fsdp", EXPERT_FSDP})
+_FSDP_AXES: Final = frozenset({"fsdp", EXPERT_FSDP})
 """The axes whose ranks gather what they have before they compute."""
-_SHOWN: Final = 3
-_BLOCKS: Final = re.compile(r"(.+)/(\d+)")
+_MAX_INTERVALS_SHOWN: Final = 3
+_BLOCKED_DIM_PATTERN: Final = re.compile(r"(.+)/(\d+)")
 """Of the dims of a quantized weight's arrays: the words of the weight's, and how many elements share an entry."""
 _OF_BLOCKS: Final = "blocks of "
-_PAIRED: Final = "pairs of gate and up "
+_INTERLEAVED_UNIT_PREFIX: Final = "pairs of gate and up "
 """How the unit of a dim begins that interleaves gate and up; a pair is one column of what follows it."""
 
 
@@ -138,10 +138,10 @@ def list_stretches(known: ModelTensor, shared: Mapping[str, SharedWord]) -> Iter
         names, scale = _split_word(words[dim])
         if len(names) != len(cut.sections):  # one word for several, or a rule file that speaks of the whole
             names, scale = [f"{words[dim]} of {known.row.name}"] * len(cut.sections), 1
-        start, spread = 0, any(other.axis in _SPREADING for other in cuts)
+        start, spread = 0, any(other.axis in _FSDP_AXES for other in cuts)
         for name, section in zip(names, cut.sections, strict=True):
             word = f"{name}/{scale}" if scale > 1 else name
-            label = (section.noun.removeprefix(_PAIRED) or word, section.size // section.unit)
+            label = (section.noun.removeprefix(_INTERLEAVED_UNIT_PREFIX) or word, section.size // section.unit)
             yield DimRange(label, dim, start, section.size, section.unit, spread)
             common = shared.get(name)
             size = section.size
@@ -167,7 +167,7 @@ def _split_word(word: str) -> tuple[list[str], int]:
     >>> _split_word("q+kv+kv/16"), _split_word("hidden")
     ((['q', 'kv', 'kv'], 16), (['hidden'], 1))
     """
-    found = _BLOCKS.fullmatch(word)
+    found = _BLOCKED_DIM_PATTERN.fullmatch(word)
     return (found[1].split("+"), int(found[2])) if found is not None else (word.split("+"), 1)
 
 
@@ -184,5 +184,5 @@ def merge_intervals(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
 
 def format_intervals(intervals: Sequence[Interval]) -> str:
     """Format the first few of some intervals."""
-    shown = ", ".join(f"{a}:{b}" for a, b in intervals[:_SHOWN])
-    return (shown + (" and more" if len(intervals) > _SHOWN else "")) or "none"
+    shown = ", ".join(f"{a}:{b}" for a, b in intervals[:_MAX_INTERVALS_SHOWN])
+    return (shown + (" and more" if len(intervals) > _MAX_INTERVALS_SHOWN else "")) or "none"

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 CHECK: Final = "library"
 _LENGTH_BYTES: Final = 8
-_OPTIMIZER: Final = re.compile(r"(\.distcp|(^|/)\.metadata)$")
+_OPTIMIZER_FILE_PATTERN: Final = re.compile(r"(\.distcp|(^|/)\.metadata)$")
 """Files of an optimizer that lie beside weights as safetensors."""
 _Array = tuple[str, tuple[int, ...], int]
 """Type, shape, and byte offset in the file; -1 where an array has no bytes, which lie nowhere."""
@@ -71,7 +71,9 @@ def compare_headers(source: Source, stored: Manifest) -> tuple[LibraryHeaders, l
     library accepts only files without gaps.
     """
     safe = stored.format == "safetensors"
-    own = {path: path.endswith(SAFETENSORS) or (safe and not _OPTIMIZER.search(path)) for path in stored.files}
+    own = {
+        path: path.endswith(SAFETENSORS) or (safe and not _OPTIMIZER_FILE_PATTERN.search(path)) for path in stored.files
+    }
     asked = LibraryHeaders("", unasked=[path for path, is_own in own.items() if not is_own])
     findings: list[CheckFinding] = []
     for path in (path for path, is_own in own.items() if is_own):

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from shardctl.tensors.manifest import Tensor
 
 CHECK: Final = "cast"
-_NUMBER: Final = re.compile(r"\d+")
-_EXACT: Final = frozenset({("F16", "F32"), ("BF16", "F32"), ("F16", "F64"), ("BF16", "F64"), ("F32", "F64")})
+_NUMBER_PATTERN: Final = re.compile(r"\d+")
+_EXACT_CAST_PAIRS: Final = frozenset({("F16", "F32"), ("BF16", "F32"), ("F16", "F64"), ("BF16", "F64"), ("F32", "F64")})
 """Casts that round nothing, from a type to a wider one."""
 
 
@@ -44,9 +44,9 @@ def _judge_kind(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[CheckFinding
     """Judge tensors that a cast would have treated alike."""
     roles: dict[tuple[str, DType], dict[str, DType | None]] = {}
     for mine, theirs in pairs:
-        role = _NUMBER.sub("*", mine.name), theirs.dtype
+        role = _NUMBER_PATTERN.sub("*", mine.name), theirs.dtype
         roles.setdefault(role, {})[mine.name] = mine.dtype if _is_rounded(mine, theirs) else None
-    matrices = {_NUMBER.sub("*", mine.name) for mine, _ in pairs if len(mine.shape) > 1}
+    matrices = {_NUMBER_PATTERN.sub("*", mine.name) for mine, _ in pairs if len(mine.shape) > 1}
     model = _find_model_type([held for role, held in roles.items() if role[0] in matrices] or [*roles.values()])
     odd: dict[DType, list[str]] = {}
     for held in roles.values():
@@ -63,7 +63,7 @@ def _judge_kind(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[CheckFinding
 
 
 def _is_rounded(mine: Tensor, theirs: Tensor) -> bool:
-    return mine.dtype != theirs.dtype and (theirs.dtype.name, mine.dtype.name) not in _EXACT
+    return mine.dtype != theirs.dtype and (theirs.dtype.name, mine.dtype.name) not in _EXACT_CAST_PAIRS
 
 
 def _find_model_type(roles: Sequence[dict[str, DType | None]]) -> DType | None:

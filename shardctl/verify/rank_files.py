@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from shardctl.tensors.mesh import Mesh
 
 _RANK_FILE: Final = re.compile(r"(?:.*/)?shard-([0-9]{5,})-model-[0-9]+-of-[0-9]+\.safetensors")
-_DENSE: Final = ("pp", "fsdp", "tp")
-_EXPERT: Final = ("pp", *EXPERT_AXES, EXPERT_FSDP)
+_DENSE_WEIGHT_AXES: Final = ("pp", "fsdp", "tp")
+_EXPERT_WEIGHT_AXES: Final = ("pp", *EXPERT_AXES, EXPERT_FSDP)
 """The axes on which ranks agree that hold the same: experts, and all else."""
 
 
@@ -44,7 +44,7 @@ def list_distinct_ranks(manifest: Manifest, mesh: Mesh | None) -> list[int]:
     firsts: dict[tuple[int, ...], int] = {}
     for rank in range(mesh.world):
         at = mesh.coordinate(rank)
-        firsts.setdefault(tuple(at[axis] for axis in dict.fromkeys((*_DENSE, *_EXPERT))), rank)
+        firsts.setdefault(tuple(at[axis] for axis in dict.fromkeys((*_DENSE_WEIGHT_AXES, *_EXPERT_WEIGHT_AXES))), rank)
     return list(firsts.values())
 
 
@@ -78,7 +78,9 @@ def list_held_chunks(
                 places[key] = 2
             else:
                 mine, theirs = mesh.coordinate(rank), mesh.coordinate(other)
-                places[key] = 2 - all(mine[axis] == theirs[axis] for axis in (_EXPERT if expert else _DENSE))
+                places[key] = 2 - all(
+                    mine[axis] == theirs[axis] for axis in (_EXPERT_WEIGHT_AXES if expert else _DENSE_WEIGHT_AXES)
+                )
         return places[key]
 
     for name, tensor in stored.tensors.items():

@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
     SpecFinder = Callable[[str], PartitionSpec | None]
 
-_SHOWN: Final = 3
+_MAX_MISMATCHES_SHOWN: Final = 3
 INDEX: Final = "index"
 """The check of indexes."""
-_NUMBERED: Final = re.compile(
+_NUMBERED_SHARD_PATTERN: Final = re.compile(
     r"(?P<folder>(.*/)?)(?P<stem>model|pytorch_model|diffusion_pytorch_model)(\.[A-Za-z0-9_]+)?-[0-9]{5}-of-[0-9]{5}"
     r"\.(?P<suffix>safetensors|bin)"
 )
 """Names that transformers and diffusers look up in an index; a variant such as `fp16` stands before the numbers."""
 OPTIMIZER: Final = "optimizer"
 """The check of optimizer states."""
-_MOMENTS: Final = frozenset({"exp_avg", "exp_avg_sq"})
+_ADAM_MOMENT_NAMES: Final = frozenset({"exp_avg", "exp_avg_sq"})
 
 
 def check_files(record: CheckpointRecord, files: Mapping[str, FileStat]) -> Iterator[CheckFinding]:
@@ -95,7 +95,7 @@ def check_index(files: Collection[str], used: Collection[str]) -> Iterator[Check
     `used` are the files that hold the checkpoint's tensors.
     """
     for path in sorted(used):
-        found = _NUMBERED.fullmatch(path)
+        found = _NUMBERED_SHARD_PATTERN.fullmatch(path)
         if found is None or f"{found['folder']}config.json" not in files:
             continue
         head = f"{found['folder']}{found['stem']}"
@@ -123,7 +123,7 @@ def check_coverage(manifest: Manifest, find_spec: SpecFinder | None = None) -> I
 def _find_holes(tensor: Tensor) -> Iterator[CheckFinding]:
     index = BoxIndex([chunk.box for chunk in tensor.chunks])
     shape, files = list(fold_shape(tensor)), sorted(tensor.files)
-    for left in subtract_indexed(Box.whole(tensor.shape), index)[:_SHOWN]:
+    for left in subtract_indexed(Box.whole(tensor.shape), index)[:_MAX_MISMATCHES_SHOWN]:
         hole = fold_box(left, tensor.turns)
         yield CheckFinding(
             "error",
@@ -212,10 +212,10 @@ def check_record(record: CheckpointRecord, manifest: Manifest) -> Iterator[Check
             continue
         found = {(c.where.file, c.name, c.box) for c in tensor.chunks if not isinstance(c.where, ConstantFill)}
         wanted = {(s.file, s.name, s.box) for s in expected.stored}
-        for file, stored, box in sorted(wanted - found, key=str)[:_SHOWN]:
+        for file, stored, box in sorted(wanted - found, key=str)[:_MAX_MISMATCHES_SHOWN]:
             message = f"{name} {box} should be in {file} as {stored}, and is not"
             yield CheckFinding("error", "record", message, tensor=name, file=file, box=str(box))
-        for file, stored, box in sorted(found - wanted, key=str)[:_SHOWN]:
+        for file, stored, box in sorted(found - wanted, key=str)[:_MAX_MISMATCHES_SHOWN]:
             message = f"{name} {box} is in {file} as {stored}, where {RECORD} has none"
             yield CheckFinding("error", "record", message, tensor=name, file=file, box=str(box))
     for name, tensor in manifest.tensors.items():
@@ -235,7 +235,7 @@ def check_states(states: Iterable[str]) -> Iterator[CheckFinding]:
     every = {frozenset(each) for each in kinds.values()}
     for parameter, held in kinds.items():
         lacking = next((each - held - {STEP} for each in every if each > held and each - held - {STEP}), frozenset())
-        if lacking and lacking <= _MOMENTS:
+        if lacking and lacking <= _ADAM_MOMENT_NAMES:
             message = (
                 f"{parameter} has no {' and '.join(sorted(lacking))}; other parameters have it beside the same states"
             )

@@ -7,8 +7,8 @@ In bf16 and fp16 rounding grows with depth and width, so it is measured in each 
 the narrow type, in fp32, and in the narrow type with its weights cut as the mesh has them, which adds in the order in
 which sound ranks add. Logits of sound ranks are no farther from the source's than both are from fp32 together, and
 may be `MARGIN` times as far; a block may be `MARGIN` times as far as the worst block is for another order of sums, and
-no farther than `_CEILINGS`, so that a cut through what belongs together is not taken for rounding. As sound ranks do
-the same sums as the source's weights in their place, bits must be equal to those: that finds what is smaller than
+no farther than `_MAX_TOLERANCES_BY_DTYPE`, so that a cut through what belongs together is not taken for rounding. As
+sound ranks do the same sums as the source's weights in their place, bits must be equal to those: that finds what is smaller than
 rounding.
 """
 
@@ -27,7 +27,7 @@ FLOORS: Final = {"fp32": 6.5e-6, "bf16": 9e-3, "fp16": 1.2e-3}
 """The largest rounding that was measured without a fault, by type; fp16 keeps three bits more than bf16."""
 MARGIN: Final = 4.0
 """How many times the rounding that was measured is allowed in narrow types."""
-_CEILINGS: Final = {"bf16": MARGIN * FLOORS["bf16"], "fp16": MARGIN * FLOORS["fp16"]}
+_MAX_TOLERANCES_BY_DTYPE: Final = {"bf16": MARGIN * FLOORS["bf16"], "fp16": MARGIN * FLOORS["fp16"]}
 """What is allowed to a block at most."""
 
 
@@ -82,9 +82,9 @@ def choose_tolerance(
     """
     if not summed and stable:
         return DistanceTolerance(0.0, 0.0, 0.0, 0.0)
-    if dtype in _CEILINGS:
+    if dtype in _MAX_TOLERANCES_BY_DTYPE:
         measured = rounding or MeasuredRounding()
-        block = min(MARGIN * measured.block, _CEILINGS[dtype])
+        block = min(MARGIN * measured.block, _MAX_TOLERANCES_BY_DTYPE[dtype])
         return DistanceTolerance(block, block, MARGIN * measured.output, min(measured.block, FLOORS[dtype]))
     return DistanceTolerance(1e-5, 1e-4, 1e-4, FLOORS["fp32"])
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 Torch = Any
 """Modules, tensors and classes of torch and transformers, which have no types worth checking here."""
-_OTHERWISE: Final = {"quantization_config", "dtype", "torch_dtype"}
+_EXCLUDED_CONFIG_KEYS: Final = {"quantization_config", "dtype", "torch_dtype"}
 
 
 def list_versions() -> dict[str, str]:
@@ -58,7 +58,7 @@ def get_config_class(kind: Torch, config: Mapping[str, Any]) -> Torch:
 
 def build_config(kind: Torch, config: Mapping[str, Any], dtype: Torch) -> Torch:
     """Build the configuration of class `kind` that a decoded config.json gives, to compute in `dtype`."""
-    values = {key: _parse_number(value) for key, value in config.items() if key not in _OTHERWISE}
+    values = {key: _parse_number(value) for key, value in config.items() if key not in _EXCLUDED_CONFIG_KEYS}
     return get_config_class(kind, config).from_dict({**values, "dtype": str(dtype).removeprefix("torch.")})
 
 

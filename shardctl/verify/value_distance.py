@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
     from shardctl.base.dtype import DType
 
-_STEPS: Final = {"F64": 2.0**-52, "F32": 2.0**-23, "F16": 2.0**-10, "BF16": 2.0**-7}
+_MACHINE_EPSILONS: Final = {"F64": 2.0**-52, "F32": 2.0**-23, "F16": 2.0**-10, "BF16": 2.0**-7}
 """The distance from a number of the type to the next, at most, as a part of the number."""
-_CANCELLED: Final = 2.0**-16
+_CANCELLATION_TOLERANCE: Final = 2.0**-16
 """How far rounding can move what is left of two numbers of F32 that almost cancel, as a part of the largest number.
 
 That of a product that was added up in F32 is off by a few units in the last place, 2**-23 of it."""
 _HALF_BITS: Final = 27
 """Bits of half a mantissa: 2**26 of them add up to an integer that float64 holds."""
-_LOWEST: Final = -1128
+_SUM_UNIT_EXPONENT: Final = -1128
 """The exponent of the unit of exact sums, below that of the last bit of every number."""
-_RUN: Final = 1 << 20
+_SUM_CHUNK_ELEMENTS: Final = 1 << 20
 """Elements that are added up at a time."""
 
 
@@ -87,8 +87,8 @@ class DistanceSums:
     def divide(self) -> ValueDistance:
         """Return what the sums say."""
         relative = self.apart / self.size if self.size else inf if self.apart else 0.0
-        mean = self.apart / (max(self.finite, 1) << -_LOWEST)
-        rounding = not self.nonfinite and self.beyond <= self.magnitude * _CANCELLED
+        mean = self.apart / (max(self.finite, 1) << -_SUM_UNIT_EXPONENT)
+        rounding = not self.nonfinite and self.beyond <= self.magnitude * _CANCELLATION_TOLERANCE
         return ValueDistance(self.largest, mean, relative, self.nonfinite, rounding)
 
 
@@ -101,7 +101,7 @@ def measure_distance(
     """
     if dtype.name not in CASTABLE:
         return None
-    step = max(_STEPS[dtype.name], _STEPS.get(stored.name, 0.0))
+    step = max(_MACHINE_EPSILONS[dtype.name], _MACHINE_EPSILONS.get(stored.name, 0.0))
     width = dtype.bits // 8
     words = left.view(f"<u{width}") != right.view(f"<u{width}")
     ours, theirs = (_read_numbers(each.view(f"<u{width}")[words].view(np.uint8), dtype) for each in (left, right))
@@ -124,14 +124,14 @@ def measure_distance(
 def _sum_exactly(values: NDArray[np.float64]) -> int:
     """Add up numbers that are not negative, in units of `2**_LOWEST`."""
     total = 0
-    for start in range(0, values.size, _RUN):
-        fractions, exponents = np.frexp(values[start : start + _RUN])
+    for start in range(0, values.size, _SUM_CHUNK_ELEMENTS):
+        fractions, exponents = np.frexp(values[start : start + _SUM_CHUNK_ELEMENTS])
         first = int(exponents.min())
         high = np.floor(fractions * 2**_HALF_BITS)
         low = (fractions * 2**_HALF_BITS - high) * 2**_HALF_BITS
         for place, half in ((_HALF_BITS, high), (2 * _HALF_BITS, low)):
             for exponent, sums in enumerate(np.bincount(exponents - first, half).tolist(), first):
-                total += int(sums) << exponent - place - _LOWEST
+                total += int(sums) << exponent - place - _SUM_UNIT_EXPONENT
     return total
 
 

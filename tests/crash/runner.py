@@ -42,7 +42,7 @@ def make_everything_small():
     contributing.PATIENCE = 1
     drafting.divide_host_memory = lambda *args, **options: replace(usual(*args, **options), block=BLOCK)
     engine.SYNC_BYTES = 3 * BLOCK
-    local._LARGE = 4096
+    local._MIN_DIRECT_IO_BYTES = 4096
 
 
 def run(job):

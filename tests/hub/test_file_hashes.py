@@ -66,8 +66,8 @@ def reader():
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(file_hashes, "_GRACE", 0.02)
-    monkeypatch.setattr(file_hashes, "_LOOK", 0.005)
+    monkeypatch.setattr(file_hashes, "_GRACE_PERIOD_SECONDS", 0.02)
+    monkeypatch.setattr(file_hashes, "_POLL_INTERVAL_SECONDS", 0.005)
 
 
 def pieces(size=10_000):

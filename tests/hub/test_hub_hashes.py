@@ -77,7 +77,7 @@ def test_with_allow_unverified_everything_is_kept_and_said(hub, files, tmp_path)
 @pytest.mark.usefixtures("files")
 def test_a_flipped_bit_is_found_in_a_network_in_trouble(hub, tmp_path, monkeypatch, seed):
     """40 % of the requests fail, and threads wait for one another in vain."""
-    monkeypatch.setattr(file_hashes, "_GRACE", 0.0)
+    monkeypatch.setattr(file_hashes, "_GRACE_PERIOD_SECONDS", 0.0)
     dice = np.random.default_rng(seed)
     faults = [status(503) if dice.random() < 0.4 else None for _ in range(60)]
     place = int(dice.integers(6, 12))

@@ -88,7 +88,7 @@ def test_small_files_are_taken_from_all_of_them_where_ranges_are_ignored(hub, ri
 
 
 def test_large_ones_are_refused_there(hub, tmp_path, monkeypatch):
-    monkeypatch.setattr(ranges, "_WHOLE", 1000)
+    monkeypatch.setattr(ranges, "_MAX_WHOLE_FILE_BYTES", 1000)
     hub.fail("cdn", *[server.ignored_range] * 50)
     with pytest.raises(SourceError, match=r"a part of .* was requested, but all of it was sent") as refused:
         reshard(NAME, tmp_path / "out", TP2)

@@ -34,7 +34,7 @@ def in_xet(hub, files, tmp_path, monkeypatch):
     cas.mkdir()
     repository = hub.repositories[NAME]
     repository.cas = f"local://{cas}"
-    monkeypatch.setattr(xet, "_SCHEMES", {"local"})
+    monkeypatch.setattr(xet, "_SERVER_URL_SCHEMES", {"local"})
     commit = hf_xet.XetSession().new_upload_commit(endpoint=repository.cas)
     for path in shards(files):
         repository.xet[path] = commit.start_upload_bytes(files[path]).result().xet_info.hash
@@ -99,7 +99,7 @@ def test_xet_without_the_file_is_passing_trouble(files, in_xet, tmp_path):
 
 @pytest.mark.usefixtures("files")
 def test_a_server_of_xet_that_is_a_directory_is_refused(in_xet, tmp_path, monkeypatch):
-    monkeypatch.setattr(xet, "_SCHEMES", {"https", "http"})
+    monkeypatch.setattr(xet, "_SERVER_URL_SCHEMES", {"https", "http"})
     assert in_xet.cas
     with pytest.raises(HostileError, match="not reached by HTTP"):
         reshard(NAME, tmp_path / "out", TP2)

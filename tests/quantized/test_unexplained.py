@@ -82,7 +82,7 @@ class TestExpressions:
         expressions.compile_expression(text, "config.json")
 
     def test_all_together_have_a_limit(self, monkeypatch):
-        monkeypatch.setattr(expressions, "_SECONDS", 0.0)
+        monkeypatch.setattr(expressions, "_MAX_MATCHING_SECONDS", 0.0)
         settings = {"quant_method": "fp8", "modules_to_not_convert": [".*up_proj"]}
         with pytest.raises(SourceError, match=r"the regular expressions of config\.json take more than 0 seconds"):
             describe_model({**LLAMA, "quantization_config": settings})

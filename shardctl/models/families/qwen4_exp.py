@@ -77,10 +77,14 @@ _NGRAM_ROWS: Final = (
     Row(f"{LAYER}.ple.conv1d.weight", "streams 1 ngram_window", when="ple"),
 )
 """A table in which hashes of the last tokens find what is added to the streams (per-layer embedding)."""
-_MOE: Final = (ROUTER, *build_expert_rows(), *SHARED)
-_PREDICTING: Final = (*add_condition((*GATED_ATTENTION, *_INDEXER_ROWS), "attention"), *_MOE, *_RESIDUAL_STREAM_ROWS)
-_MTP: Final = (
-    *build_predicting_rows(_PREDICTING, MTP_LAYER, "attention moe shared"),
+_MOE_ROWS: Final = (ROUTER, *build_expert_rows(), *SHARED)
+_MTP_LAYER_ROWS: Final = (
+    *add_condition((*GATED_ATTENTION, *_INDEXER_ROWS), "attention"),
+    *_MOE_ROWS,
+    *_RESIDUAL_STREAM_ROWS,
+)
+_MTP_MODULE_ROWS: Final = (
+    *build_predicting_rows(_MTP_LAYER_ROWS, MTP_LAYER, "attention moe shared"),
     *(
         Row(f"mtp.{name}.weight", dims, on="last", optional=True)
         for name, dims in (
@@ -174,7 +178,7 @@ def _list_primes(start: int) -> Iterator[int]:
     return (n for n in count(start) if n > 1 and all(n % d for d in range(2, isqrt(n) + 1)))
 
 
-_FURTHER: Final = (
+_EXTRA_SAVED_ACTIVATIONS: Final = (
     FurtherTensor("fp32 copies of further streams that are normed before each half, and normed", "norms", "others", 8),
     FurtherTensor("statistics of their norms", "norm_rows", "others", 4),
     *(
@@ -211,7 +215,7 @@ QWEN4_EXP_TEXT: Final = Family(
         *EMBEDDING,
         *_LINEAR_ATTENTION_ROWS,
         *add_condition((*GATED_ATTENTION, *_INDEXER_ROWS), "attention"),
-        *_MOE,
+        *_MOE_ROWS,
         *_NGRAM_ROWS,
         *_RESIDUAL_STREAM_ROWS,
         *(
@@ -219,7 +223,7 @@ QWEN4_EXP_TEXT: Final = Family(
             for row in _build_mixer_rows(f"{LAYER}.hyper_connection_mixer")
         ),
         *(row for row in HEADS if row.when in ("", "lm")),
-        *_MTP,
+        *_MTP_MODULE_ROWS,
     ),
     facts=_build_facts,
     classes={"Qwen4ExpForCausalLM": ModelClass("model", "lm"), "Qwen4ExpTextModel": ModelClass()},
@@ -234,7 +238,7 @@ QWEN4_EXP_TEXT: Final = Family(
         norm="rms32",
         experts_per_token=10,
         narrow_experts=True,
-        further=_FURTHER,
+        further=_EXTRA_SAVED_ACTIVATIONS,
     ),
     aliases={"num_local_experts": "num_experts"},
     assumed={**QWEN3_5_MOE_TEXT.assumed, "num_experts": 512},

@@ -80,7 +80,7 @@ def _build_olmoe_facts(config: ModelConfig) -> ModelDims:
     return facts.also(dims={"q_norm": LogicalDim(facts.size("q")), "kv_norm": LogicalDim(facts.size("kv"))})
 
 
-_WINDOW: Final = WindowRule(4096, "first even", start=28, switched=True)
+_SLIDING_WINDOW_RULE: Final = WindowRule(4096, "first even", start=28, switched=True)
 QWEN2_MOE: Final = Family(
     name="qwen2_moe",
     rows=(*EMBEDDING, *QKVO, *QWEN_MOE, *NORMS, *LAST_NORM, *HEADS),
@@ -89,7 +89,11 @@ QWEN2_MOE: Final = Family(
     prefixes=("model",),
     fused=build_fused_experts(),
     traits=LayerFeatures(
-        activation=("hidden_act", "silu"), norm="rms", window=_WINDOW, experts_per_token=4, narrow_experts=True
+        activation=("hidden_act", "silu"),
+        norm="rms",
+        window=_SLIDING_WINDOW_RULE,
+        experts_per_token=4,
+        narrow_experts=True,
     ),
     aliases={"num_local_experts": "num_experts"},
     assumed={

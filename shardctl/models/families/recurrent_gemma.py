@@ -20,43 +20,43 @@ if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
     from shardctl.models.tables.family import ModelDims
 
-_BLOCK: Final = f"{LAYER}.temporal_block"
-_GATES: Final = f"{_BLOCK}.rg_lru"
-_RECURRENCE: Final = (
-    Row(f"{_BLOCK}.linear_y.weight", "inner hidden"),
-    Row(f"{_BLOCK}.linear_y.bias", "inner"),
-    Row(f"{_BLOCK}.linear_x.weight", "inner hidden"),
-    Row(f"{_BLOCK}.linear_x.bias", "inner"),
-    Row(f"{_BLOCK}.linear_out.weight", "hidden inner"),
-    Row(f"{_BLOCK}.linear_out.bias", "hidden"),
-    Row(f"{_BLOCK}.conv_1d.weight", "inner 1 kernel"),
-    Row(f"{_BLOCK}.conv_1d.bias", "inner"),
-    Row(f"{_GATES}.recurrent_param", "inner"),
-    Row(f"{_GATES}.input_gate_weight", "blocks block block"),
-    Row(f"{_GATES}.input_gate_bias", "blocks block"),
-    Row(f"{_GATES}.recurrent_gate_weight", "blocks block block"),
-    Row(f"{_GATES}.recurrent_gate_bias", "blocks block"),
+_TEMPORAL_BLOCK_PREFIX: Final = f"{LAYER}.temporal_block"
+_RG_LRU_PREFIX: Final = f"{_TEMPORAL_BLOCK_PREFIX}.rg_lru"
+_RECURRENT_BLOCK_ROWS: Final = (
+    Row(f"{_TEMPORAL_BLOCK_PREFIX}.linear_y.weight", "inner hidden"),
+    Row(f"{_TEMPORAL_BLOCK_PREFIX}.linear_y.bias", "inner"),
+    Row(f"{_TEMPORAL_BLOCK_PREFIX}.linear_x.weight", "inner hidden"),
+    Row(f"{_TEMPORAL_BLOCK_PREFIX}.linear_x.bias", "inner"),
+    Row(f"{_TEMPORAL_BLOCK_PREFIX}.linear_out.weight", "hidden inner"),
+    Row(f"{_TEMPORAL_BLOCK_PREFIX}.linear_out.bias", "hidden"),
+    Row(f"{_TEMPORAL_BLOCK_PREFIX}.conv_1d.weight", "inner 1 kernel"),
+    Row(f"{_TEMPORAL_BLOCK_PREFIX}.conv_1d.bias", "inner"),
+    Row(f"{_RG_LRU_PREFIX}.recurrent_param", "inner"),
+    Row(f"{_RG_LRU_PREFIX}.input_gate_weight", "blocks block block"),
+    Row(f"{_RG_LRU_PREFIX}.input_gate_bias", "blocks block"),
+    Row(f"{_RG_LRU_PREFIX}.recurrent_gate_weight", "blocks block block"),
+    Row(f"{_RG_LRU_PREFIX}.recurrent_gate_bias", "blocks block"),
 )
-_ATTENTION: Final = tuple(
+_ATTENTION_ROWS: Final = tuple(
     replace(row, name=row.name.replace("self_attn", "temporal_block")) for row in QKVO if not row.buffer
 )
-_ROWS: Final = (
+_RECURRENT_GEMMA_ROWS: Final = (
     *EMBEDDING,
     Row(f"{LAYER}.temporal_pre_norm.weight", "hidden"),
-    *add_condition(_ATTENTION, "attention"),
-    *add_condition(_RECURRENCE, "!attention"),
+    *add_condition(_ATTENTION_ROWS, "attention"),
+    *add_condition(_RECURRENT_BLOCK_ROWS, "!attention"),
     Row(f"{LAYER}.channel_pre_norm.weight", "hidden"),
     *(replace(row, name=row.name.replace(".mlp.", ".mlp_block."), when="") for row in GATED),
     Row(".final_norm.weight", "hidden", on="last"),
     *(row for row in HEADS if row.when == "lm"),
 )
-_KINDS: Final = ("recurrent", "recurrent", "attention")
+_DEFAULT_BLOCK_TYPES: Final = ("recurrent", "recurrent", "attention")
 
 
 def _list_attention(config: ModelConfig) -> frozenset[int]:
     """List the layers of attention: the kinds of `block_types` come again and again."""
-    kinds = config.entries("block_types") or list(_KINDS)
-    if not kinds or not {*_KINDS}.issuperset(kinds):
+    kinds = config.entries("block_types") or list(_DEFAULT_BLOCK_TYPES)
+    if not kinds or not {*_DEFAULT_BLOCK_TYPES}.issuperset(kinds):
         raise SourceError(f"config.json has block_types = {kinds!r} where recurrent and attention are known")
     return frozenset(n for n in range(config.size("num_hidden_layers")) if kinds[n % len(kinds)] == "attention")
 
@@ -85,7 +85,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
 
 RECURRENT_GEMMA: Final = Family(
     name="recurrent_gemma",
-    rows=_ROWS,
+    rows=_RECURRENT_GEMMA_ROWS,
     facts=_build_facts,
     classes={"RecurrentGemmaForCausalLM": ModelClass("model", "lm"), "RecurrentGemmaModel": ModelClass()},
     prefixes=("model",),

@@ -30,7 +30,7 @@ ROBERTA_HEADS: Final = (
     Row("qa_outputs.bias", "2", when="question", on="last"),
 )
 """What the classes have after the base model."""
-_ROBERTA: Final = (
+_ROBERTA_ROWS: Final = (
     Row(".embeddings.position_ids", "1 *", on="first", buffer="I64"),
     Row(".embeddings.word_embeddings.weight", "vocab hidden", on="first"),
     Row(".embeddings.token_type_embeddings.weight", "types hidden", on="first"),
@@ -60,7 +60,7 @@ def build_roberta_classes(stem: str, prefix: str = "roberta", *, causal: bool = 
 
 ROBERTA: Final = Family(
     name="roberta",
-    rows=_ROBERTA,
+    rows=_ROBERTA_ROWS,
     facts=build_encoder_facts,
     classes=build_roberta_classes("Roberta"),
     prefixes=("roberta",),
@@ -69,7 +69,7 @@ ROBERTA: Final = Family(
 )
 XLM_ROBERTA: Final = Family(
     name="xlm-roberta",
-    rows=_ROBERTA,
+    rows=_ROBERTA_ROWS,
     facts=build_encoder_facts,
     classes=build_roberta_classes("XLMRoberta"),
     prefixes=("roberta",),

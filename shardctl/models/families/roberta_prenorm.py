@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
     from shardctl.models.tables.family import ModelDims
 
-_WORDS: Final = (
+_WORD_EMBEDDING_ROWS: Final = (
     Row(".embeddings.word_embeddings.weight", "vocab hidden", on="first"),
     Row(".embeddings.token_type_embeddings.weight", "types hidden", on="first"),
 )
-_POSITIONS: Final = (Row(".embeddings.position_embeddings.weight", "positions hidden", on="first"),)
-_PRENORM: Final = (
-    *_WORDS,
+_POSITION_EMBEDDING_ROWS: Final = (Row(".embeddings.position_embeddings.weight", "positions hidden", on="first"),)
+_ROBERTA_PRELAYERNORM_ROWS: Final = (
+    *_WORD_EMBEDDING_ROWS,
     *build_norm_rows(".embeddings.LayerNorm", "first"),
-    *_POSITIONS,
+    *_POSITION_EMBEDDING_ROWS,
     *BLOCK_ATTENTION,
     *build_norm_rows(f"{BLOCK}.attention.LayerNorm"),
     *build_norm_rows(f"{BLOCK}.intermediate.LayerNorm"),
@@ -45,9 +45,9 @@ _PRENORM: Final = (
     *POOLER,
     *ROBERTA_HEADS,
 )
-_LARGE: Final = (
-    *_WORDS,
-    *_POSITIONS,
+_XLM_ROBERTA_XL_ROWS: Final = (
+    *_WORD_EMBEDDING_ROWS,
+    *_POSITION_EMBEDDING_ROWS,
     *BLOCK_ATTENTION,
     *build_norm_rows(f"{BLOCK}.attention.self_attn_layer_norm"),
     *BLOCK_INPUT,
@@ -66,14 +66,14 @@ def _build_large_facts(config: ModelConfig) -> ModelDims:
 ROBERTA_PRELAYERNORM: Final = replace(
     ROBERTA,
     name="roberta-prelayernorm",
-    rows=_PRENORM,
+    rows=_ROBERTA_PRELAYERNORM_ROWS,
     classes=build_roberta_classes("RobertaPreLayerNorm", "roberta_prelayernorm"),
     prefixes=("roberta_prelayernorm",),
 )
 XLM_ROBERTA_XL: Final = replace(
     ROBERTA,
     name="xlm-roberta-xl",
-    rows=_LARGE,
+    rows=_XLM_ROBERTA_XL_ROWS,
     facts=_build_large_facts,
     traits=replace(ENCODER_TRAITS, undropped="mlp"),
     classes=build_roberta_classes("XLMRobertaXL"),

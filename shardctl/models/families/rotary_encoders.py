@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
     from shardctl.models.tables.family import ModelDims
 
-_LAYER: Final = ".layers.{layer}"
-_WORDS: Final = ".embeddings.word_embeddings.weight"
-_QKV: Final = tuple(f"{_LAYER}.self_attn.{name}_proj" for name in "qkv")
+_LAYER_PREFIX: Final = ".layers.{layer}"
+_WORD_EMBEDDING_NAME: Final = ".embeddings.word_embeddings.weight"
+_QKV_MODULE_NAMES: Final = tuple(f"{_LAYER_PREFIX}.self_attn.{name}_proj" for name in "qkv")
 
 
 def _build_linear_rows(name: str, dims: str, when: str = "", *, on: str = "", bias: bool = True) -> Iterator[Row]:
@@ -35,79 +35,81 @@ def _build_norm(name: str, when: str = "", *, on: str = "") -> Iterator[Row]:
     yield from _build_linear_rows(name, "hidden", when, on=on)
 
 
-_EMBEDDINGS: Final = (
-    Row(_WORDS, "vocab hidden", on="first"),
+_EMBEDDING_ROWS: Final = (
+    Row(_WORD_EMBEDDING_NAME, "vocab hidden", on="first"),
     Row(".embeddings.token_type_embeddings.weight", "types hidden", "typed", on="first"),
     *_build_norm(".embeddings.LayerNorm", on="first"),
 )
-_POOLER: Final = tuple(_build_linear_rows(".pooler.dense", "hidden hidden", "pooler", on="last"))
-_CLASSIFIER: Final = tuple(_build_linear_rows("classifier", "labels hidden", "classifier", on="last"))
+_POOLER_ROWS: Final = tuple(_build_linear_rows(".pooler.dense", "hidden hidden", "pooler", on="last"))
+_CLASSIFIER_ROWS: Final = tuple(_build_linear_rows("classifier", "labels hidden", "classifier", on="last"))
 
 
 def _build_attention(*, bias: bool) -> Iterator[Row]:
-    for name in _QKV:
+    for name in _QKV_MODULE_NAMES:
         yield from _build_linear_rows(name, "q hidden", bias=bias)
-    yield from _build_linear_rows(f"{_LAYER}.self_attn.o_proj", "hidden q", bias=bias)
+    yield from _build_linear_rows(f"{_LAYER_PREFIX}.self_attn.o_proj", "hidden q", bias=bias)
 
 
 def _build_gated(*, bias: bool) -> Iterator[Row]:
-    yield Row(f"{_LAYER}.mlp.gate_proj.weight", "ffn hidden")
-    yield Row(f"{_LAYER}.mlp.up_proj.weight", "ffn hidden")
-    yield from _build_linear_rows(f"{_LAYER}.mlp.down_proj", "hidden ffn", bias=bias)
+    yield Row(f"{_LAYER_PREFIX}.mlp.gate_proj.weight", "ffn hidden")
+    yield Row(f"{_LAYER_PREFIX}.mlp.up_proj.weight", "ffn hidden")
+    yield from _build_linear_rows(f"{_LAYER_PREFIX}.mlp.down_proj", "hidden ffn", bias=bias)
 
 
-_NORM: Final = tuple(_build_norm(f"{_LAYER}.post_attention_layernorm"))
-_NORM_AFTER: Final = tuple(_build_norm(f"{_LAYER}.post_mlp_layernorm"))
-_NOMIC: Final = (
-    *_EMBEDDINGS,
-    *_POOLER,
-    *_NORM,
+_POST_ATTENTION_NORM_ROWS: Final = tuple(_build_norm(f"{_LAYER_PREFIX}.post_attention_layernorm"))
+_NORM_AFTER: Final = tuple(_build_norm(f"{_LAYER_PREFIX}.post_mlp_layernorm"))
+_NOMIC_BERT_ROWS: Final = (
+    *_EMBEDDING_ROWS,
+    *_POOLER_ROWS,
+    *_POST_ATTENTION_NORM_ROWS,
     *_build_gated(bias=False),
     *_build_attention(bias=False),
     *_NORM_AFTER,
     Row("cls.predictions.bias", "vocab", "mlm", on="last"),
     *_build_linear_rows("cls.predictions.transform.dense", "hidden hidden", "mlm", on="last"),
     *_build_norm("cls.predictions.transform.layer_norm", "mlm", on="last"),
-    Row("cls.predictions.decoder.weight", "vocab hidden", "mlm", on="last", tie=_WORDS),
+    Row("cls.predictions.decoder.weight", "vocab hidden", "mlm", on="last", tie=_WORD_EMBEDDING_NAME),
     Row("cls.predictions.decoder.bias", "vocab", "mlm", on="last", tie="cls.predictions.bias"),
-    *_CLASSIFIER,
+    *_CLASSIFIER_ROWS,
 )
-_GTE: Final = (
-    *_EMBEDDINGS,
-    *_POOLER,
-    *_NORM,
+_GTE_ROWS: Final = (
+    *_EMBEDDING_ROWS,
+    *_POOLER_ROWS,
+    *_POST_ATTENTION_NORM_ROWS,
     *_build_gated(bias=True),
     *_build_attention(bias=True),
     *_NORM_AFTER,
     *_build_linear_rows("lm_head.dense", "hidden hidden", "mlm", on="last"),
     *_build_norm("lm_head.layer_norm", "mlm", on="last"),
-    Row("lm_head.decoder.weight", "vocab hidden", "mlm", on="last", tie=_WORDS),
+    Row("lm_head.decoder.weight", "vocab hidden", "mlm", on="last", tie=_WORD_EMBEDDING_NAME),
     Row("lm_head.decoder.bias", "vocab", "mlm", on="last"),
-    *_CLASSIFIER,
+    *_CLASSIFIER_ROWS,
 )
-_JINA: Final = (
-    *_EMBEDDINGS,
-    *_POOLER,
-    *_NORM,
-    *_build_linear_rows(f"{_LAYER}.mlp.fc1", "ffn hidden"),
-    *_build_linear_rows(f"{_LAYER}.mlp.fc2", "hidden ffn"),
+_JINA_ROWS: Final = (
+    *_EMBEDDING_ROWS,
+    *_POOLER_ROWS,
+    *_POST_ATTENTION_NORM_ROWS,
+    *_build_linear_rows(f"{_LAYER_PREFIX}.mlp.fc1", "ffn hidden"),
+    *_build_linear_rows(f"{_LAYER_PREFIX}.mlp.fc2", "hidden ffn"),
     *_build_attention(bias=True),
     *_NORM_AFTER,
     Row("lm_head.bias", "vocab", "mlm", on="last"),
     *_build_linear_rows("lm_head.dense", "hidden hidden", "mlm", on="last"),
     *_build_norm("lm_head.layer_norm", "mlm", on="last"),
-    Row("lm_head.decoder.weight", "vocab hidden", "mlm", on="last", tie=_WORDS),
+    Row("lm_head.decoder.weight", "vocab hidden", "mlm", on="last", tie=_WORD_EMBEDDING_NAME),
     Row("lm_head.decoder.bias", "vocab", "mlm", on="last", tie="lm_head.bias"),
     *_build_linear_rows("classifier.dense", "hidden hidden", "sentence", on="last"),
     *_build_linear_rows("classifier.out_proj", "labels hidden", "sentence", on="last"),
-    *_CLASSIFIER,
+    *_CLASSIFIER_ROWS,
     *_build_linear_rows("qa_outputs", "labels hidden", "question", on="last"),
 )
 
 
 def _build_fused_attention(name: str, *, bias: bool) -> Iterator[FusedArray]:
     for kind in ("weight", "bias") if bias else ("weight",):
-        yield FusedArray(f"{_LAYER}.{name}.{kind}", tuple(f"{part}.{kind}" for part in _QKV), stored=True)
+        yield FusedArray(
+            f"{_LAYER_PREFIX}.{name}.{kind}", tuple(f"{part}.{kind}" for part in _QKV_MODULE_NAMES), stored=True
+        )
 
 
 def _build_facts(config: ModelConfig) -> ModelDims:
@@ -124,10 +126,10 @@ def _build_gte_facts(config: ModelConfig) -> ModelDims:
     return _build_facts(config.over({"type_vocab_size": 1}))
 
 
-_AFTER: Final = {"norm1": "post_attention_layernorm", "norm2": "post_mlp_layernorm"}
+_RENAMED_NORM_MODULES: Final = {"norm1": "post_attention_layernorm", "norm2": "post_mlp_layernorm"}
 NOMIC_BERT: Final = Family(
     name="nomic_bert",
-    rows=_NOMIC,
+    rows=_NOMIC_BERT_ROWS,
     facts=_build_facts,
     classes={
         "NomicBertModel": ModelClass(),
@@ -144,7 +146,7 @@ NOMIC_BERT: Final = Family(
         "mlp.fc11": "mlp.up_proj",
         "mlp.fc12": "mlp.gate_proj",
         "mlp.fc2": "mlp.down_proj",
-        **_AFTER,
+        **_RENAMED_NORM_MODULES,
     },
     fused=tuple(_build_fused_attention("attn.Wqkv", bias=False)),
     traits=replace(
@@ -163,7 +165,7 @@ NOMIC_BERT: Final = Family(
 )
 GTE: Final = Family(
     name="gte",
-    rows=_GTE,
+    rows=_GTE_ROWS,
     facts=_build_gte_facts,
     classes={
         "GteModel": ModelClass(),
@@ -188,8 +190,8 @@ GTE: Final = Family(
     fused=(
         *_build_fused_attention("attention.qkv_proj", bias=True),
         FusedArray(
-            f"{_LAYER}.mlp.up_gate_proj.weight",
-            (f"{_LAYER}.mlp.up_proj.weight", f"{_LAYER}.mlp.gate_proj.weight"),
+            f"{_LAYER_PREFIX}.mlp.up_gate_proj.weight",
+            (f"{_LAYER_PREFIX}.mlp.up_proj.weight", f"{_LAYER_PREFIX}.mlp.gate_proj.weight"),
             stored=True,
         ),
     ),
@@ -202,7 +204,7 @@ GTE: Final = Family(
 )
 JINA_EMBEDDINGS_V3: Final = Family(
     name="jina_embeddings_v3",
-    rows=_JINA,
+    rows=_JINA_ROWS,
     facts=_build_gte_facts,
     classes={
         "JinaEmbeddingsV3Model": ModelClass("", "pooler?"),
@@ -216,7 +218,7 @@ JINA_EMBEDDINGS_V3: Final = Family(
         "encoder.layers": "layers",
         "emb_ln": "embeddings.LayerNorm",
         "mixer.out_proj": "self_attn.o_proj",
-        **_AFTER,
+        **_RENAMED_NORM_MODULES,
     },
     fused=tuple(_build_fused_attention("mixer.Wqkv", bias=True)),
     traits=ENCODER_TRAITS,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _KV_HEADS: Final = 32
 """What `StableLmConfig` assumes where a config is silent."""
-_STABLELM: Final = (
+_STABLELM_ROWS: Final = (
     *EMBEDDING,
     *QKVO,
     Row(f"{LAYER}.self_attn.q_layernorm.norms.{{q_head}}.weight", "head", when="qk_norm"),
@@ -57,7 +57,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
 
 STABLELM: Final = Family(
     name="stablelm",
-    rows=_STABLELM,
+    rows=_STABLELM_ROWS,
     facts=_build_facts,
     classes=build_decoder_classes("StableLm", question=None),
     prefixes=("model",),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _KV_HEADS: Final = 2
 """What `Starcoder2Config` assumes where a config is silent."""
-_STARCODER2: Final = (
+_STARCODER2_ROWS: Final = (
     *EMBEDDING,
     *QKVO,
     Row(f"{LAYER}.mlp.c_fc.weight", "ffn hidden"),
@@ -46,7 +46,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
 
 STARCODER2: Final = Family(
     name="starcoder2",
-    rows=_STARCODER2,
+    rows=_STARCODER2_ROWS,
     facts=_build_facts,
     classes=build_decoder_classes("Starcoder2", question=None),
     prefixes=("model",),

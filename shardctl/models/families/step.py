@@ -42,27 +42,28 @@ if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
     from shardctl.models.tables.family import ModelDims
 
-_WINDOWED: Final = (
+_WINDOWED_ATTENTION_ROWS: Final = (
     *(row for row in QKVO if not row.buffer),
     *HEAD_NORMS,
     Row(f"{LAYER}.self_attn.g_proj.weight", "heads hidden"),
 )
-_WIDER: Final = ("q", "kv", "heads")
-_ATTENTION: Final = tuple(
+_FULL_ATTENTION_DIMS: Final = ("q", "kv", "heads")
+_ATTENTION_ROWS: Final = tuple(
     row
-    for one in _WINDOWED
+    for one in _WINDOWED_ATTENTION_ROWS
     for row in (
         *add_condition((one,), "windowed"),
         *add_condition(
-            (replace(one, dims=" ".join(f"full_{d}" if d in _WIDER else d for d in one.dims.split())),), "!windowed"
+            (replace(one, dims=" ".join(f"full_{d}" if d in _FULL_ATTENTION_DIMS else d for d in one.dims.split())),),
+            "!windowed",
         ),
     )
 )
-_MOE: Final = (ROUTER, BALANCE, *build_expert_rows(), *build_shared_expert_rows("mlp.shared_experts"))
-_NEXT: Final = ".layers.{next}"
-_EXPERT: Final = f"{LAYER}.mlp.experts.{{expert}}"
-_STACKS: Final = tuple(
-    FusedArray(f"{LAYER}.moe.{name}.weight", (f"{_EXPERT}.{name}.weight",), stored=True)
+_MOE_ROWS: Final = (ROUTER, BALANCE, *build_expert_rows(), *build_shared_expert_rows("mlp.shared_experts"))
+_MTP_LAYER_PREFIX: Final = ".layers.{next}"
+_EXPERT_PREFIX: Final = f"{LAYER}.mlp.experts.{{expert}}"
+_STACKED_EXPERT_ARRAYS: Final = tuple(
+    FusedArray(f"{LAYER}.moe.{name}.weight", (f"{_EXPERT_PREFIX}.{name}.weight",), stored=True)
     for name in ("gate_proj", "up_proj", "down_proj")
 )
 """The experts of a layer on the Hub."""
@@ -129,15 +130,15 @@ STEP3P5: Final = Family(
     name="step3p5",
     rows=(
         *EMBEDDING,
-        *_ATTENTION,
+        *_ATTENTION_ROWS,
         *DENSE,
-        *_MOE,
+        *_MOE_ROWS,
         *NORMS,
         *LAST_NORM,
         *(row for row in HEADS if row.when in ("", "lm")),
-        *build_predicting_rows((*_ATTENTION, *DENSE, *NORMS), _NEXT, "!moe"),
+        *build_predicting_rows((*_ATTENTION_ROWS, *DENSE, *NORMS), _MTP_LAYER_PREFIX, "!moe"),
         *build_predicting_ends(
-            _NEXT,
+            _MTP_LAYER_PREFIX,
             {
                 "enorm": "hidden",
                 "hnorm": "hidden",
@@ -159,7 +160,7 @@ STEP3P5: Final = Family(
         "transformer.shared_head.output": "shared_head.head",
         "transformer.shared_head": "shared_head",
     },
-    fused=(*_STACKS, *build_fused_experts()),
+    fused=(*_STACKED_EXPERT_ARRAYS, *build_fused_experts()),
     traits=LayerFeatures(
         activation=("", "silu"), norm="rms32", window=WindowRule(None, "none"), experts_per_token=8, narrow_experts=True
     ),

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     from shardctl.models.tables.config import ModelConfig
 
-_BASE: Final = "vision_model"
-_BLOCK: Final = f"{_BASE}.transformer.resblocks.{{layer}}"
-_RATIO: Final = 8960 / 1536
+_VISION_MODEL_PREFIX: Final = "vision_model"
+_RESIDUAL_BLOCK_PREFIX: Final = f"{_VISION_MODEL_PREFIX}.transformer.resblocks.{{layer}}"
+_DEFAULT_MLP_RATIO: Final = 8960 / 1536
 """Of the widths of an MLP and of the states, where a config is silent."""
 
 
@@ -30,28 +30,28 @@ def _build_pair(name: str, dims: str) -> Iterator[Row]:
     yield Row(f"{name}.bias", dims.split(maxsplit=1)[0])
 
 
-_EYES: Final = (
-    Row(f"{_BASE}.conv1.weight", "hidden channels patch patch"),
-    Row(f"{_BASE}.positional_embedding", "positions hidden"),
-    *_build_pair(f"{_BASE}.ln_pre", "hidden"),
-    Row(f"{_BLOCK}.ls_1.gamma", "hidden"),
-    Row(f"{_BLOCK}.ls_2.gamma", "hidden"),
-    Row(f"{_BLOCK}.attn.in_proj_weight", "hidden+hidden+hidden hidden"),
-    Row(f"{_BLOCK}.attn.in_proj_bias", "hidden+hidden+hidden"),
-    *_build_pair(f"{_BLOCK}.attn.out_proj", "hidden hidden"),
-    *_build_pair(f"{_BLOCK}.mlp.c_fc", "ffn hidden"),
-    *_build_pair(f"{_BLOCK}.mlp.c_proj", "hidden ffn"),
-    *_build_pair(f"{_BLOCK}.ln_1", "hidden"),
-    *_build_pair(f"{_BLOCK}.ln_2", "hidden"),
-    *_build_pair(f"{_BASE}.vit_downsampler1", "twice hidden 3 3"),
-    *_build_pair(f"{_BASE}.vit_downsampler2", "output twice 3 3"),
+_VISION_ENCODER_ROWS: Final = (
+    Row(f"{_VISION_MODEL_PREFIX}.conv1.weight", "hidden channels patch patch"),
+    Row(f"{_VISION_MODEL_PREFIX}.positional_embedding", "positions hidden"),
+    *_build_pair(f"{_VISION_MODEL_PREFIX}.ln_pre", "hidden"),
+    Row(f"{_RESIDUAL_BLOCK_PREFIX}.ls_1.gamma", "hidden"),
+    Row(f"{_RESIDUAL_BLOCK_PREFIX}.ls_2.gamma", "hidden"),
+    Row(f"{_RESIDUAL_BLOCK_PREFIX}.attn.in_proj_weight", "hidden+hidden+hidden hidden"),
+    Row(f"{_RESIDUAL_BLOCK_PREFIX}.attn.in_proj_bias", "hidden+hidden+hidden"),
+    *_build_pair(f"{_RESIDUAL_BLOCK_PREFIX}.attn.out_proj", "hidden hidden"),
+    *_build_pair(f"{_RESIDUAL_BLOCK_PREFIX}.mlp.c_fc", "ffn hidden"),
+    *_build_pair(f"{_RESIDUAL_BLOCK_PREFIX}.mlp.c_proj", "hidden ffn"),
+    *_build_pair(f"{_RESIDUAL_BLOCK_PREFIX}.ln_1", "hidden"),
+    *_build_pair(f"{_RESIDUAL_BLOCK_PREFIX}.ln_2", "hidden"),
+    *_build_pair(f"{_VISION_MODEL_PREFIX}.vit_downsampler1", "twice hidden 3 3"),
+    *_build_pair(f"{_VISION_MODEL_PREFIX}.vit_downsampler2", "output twice 3 3"),
 )
 
 
 def _build_eye_facts(config: ModelConfig) -> ModelDims:
     config = config.called({"width": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"})
     hidden, patch = config.size("hidden_size", 1536), config.size("patch_size", 14)
-    ratio = config.values.get("mlp_ratio", _RATIO)
+    ratio = config.values.get("mlp_ratio", _DEFAULT_MLP_RATIO)
     if not isinstance(ratio, int | float) or isinstance(ratio, bool) or not 0 < ratio < hidden:
         raise SourceError(f"{config.file} has mlp_ratio = {ratio!r} where a positive number is expected")
     return ModelDims(
@@ -76,7 +76,7 @@ STEP3P7: Final = build_tower_family(
     "step3p7",
     build_tower_classes("Step3p7"),
     STEP3P5,
-    (ModelTower("vision_config", _BASE, _EYES, _build_eye_facts),),
+    (ModelTower("vision_config", _VISION_MODEL_PREFIX, _VISION_ENCODER_ROWS, _build_eye_facts),),
     after=(
         Row(".multi_modal_projector.weight", "hidden vision_output", on="first"),
         Row(".multi_modal_projector.bias", "hidden", "projector_bias", on="first"),

@@ -47,33 +47,40 @@ def _build_feed_forward_rows(block: str, when: str) -> tuple[Row, ...]:
     )
 
 
-_ENCODER: Final = ".encoder.block.{encoder}.layer"
-_DECODER: Final = ".decoder.block.{decoder}.layer"
-_SHARED: Final = ".shared.weight"
+_ENCODER_LAYER_PREFIX: Final = ".encoder.block.{encoder}.layer"
+_DECODER_LAYER_PREFIX: Final = ".decoder.block.{decoder}.layer"
+_SHARED_EMBEDDING_NAME: Final = ".shared.weight"
 
-_T5: Final = (
-    Row(_SHARED, "vocab hidden", on="first"),
-    Row(".encoder.embed_tokens.weight", "vocab hidden", on="first", tie=_SHARED, tied="always"),
-    *_build_attention_rows(f"{_ENCODER}.0", "SelfAttention", ""),
-    *_build_position_rows(f"{_ENCODER}.0", ""),
-    Row(f"{_ENCODER}.0.layer_norm.weight", "hidden"),
-    *_build_feed_forward_rows(f"{_ENCODER}.1", ""),
+_T5_ROWS: Final = (
+    Row(_SHARED_EMBEDDING_NAME, "vocab hidden", on="first"),
+    Row(".encoder.embed_tokens.weight", "vocab hidden", on="first", tie=_SHARED_EMBEDDING_NAME, tied="always"),
+    *_build_attention_rows(f"{_ENCODER_LAYER_PREFIX}.0", "SelfAttention", ""),
+    *_build_position_rows(f"{_ENCODER_LAYER_PREFIX}.0", ""),
+    Row(f"{_ENCODER_LAYER_PREFIX}.0.layer_norm.weight", "hidden"),
+    *_build_feed_forward_rows(f"{_ENCODER_LAYER_PREFIX}.1", ""),
     Row(".encoder.final_layer_norm.weight", "hidden", on="encoder_end"),
-    Row(".decoder.embed_tokens.weight", "vocab hidden", "decoder", on="decoder_start", tie=_SHARED, tied="always"),
-    *_build_attention_rows(f"{_DECODER}.0", "SelfAttention", "decoder"),
-    *_build_position_rows(f"{_DECODER}.0", "decoder"),
-    Row(f"{_DECODER}.0.layer_norm.weight", "hidden", "decoder"),
-    *_build_attention_rows(f"{_DECODER}.1", "EncDecAttention", "decoder"),
     Row(
-        f"{_DECODER}.1.EncDecAttention.relative_attention_bias.weight",
+        ".decoder.embed_tokens.weight",
+        "vocab hidden",
+        "decoder",
+        on="decoder_start",
+        tie=_SHARED_EMBEDDING_NAME,
+        tied="always",
+    ),
+    *_build_attention_rows(f"{_DECODER_LAYER_PREFIX}.0", "SelfAttention", "decoder"),
+    *_build_position_rows(f"{_DECODER_LAYER_PREFIX}.0", "decoder"),
+    Row(f"{_DECODER_LAYER_PREFIX}.0.layer_norm.weight", "hidden", "decoder"),
+    *_build_attention_rows(f"{_DECODER_LAYER_PREFIX}.1", "EncDecAttention", "decoder"),
+    Row(
+        f"{_DECODER_LAYER_PREFIX}.1.EncDecAttention.relative_attention_bias.weight",
         "* *",
         "decoder first_block",
         buffer="F32",
     ),
-    Row(f"{_DECODER}.1.layer_norm.weight", "hidden", "decoder"),
-    *_build_feed_forward_rows(f"{_DECODER}.2", "decoder"),
+    Row(f"{_DECODER_LAYER_PREFIX}.1.layer_norm.weight", "hidden", "decoder"),
+    *_build_feed_forward_rows(f"{_DECODER_LAYER_PREFIX}.2", "decoder"),
     Row(".decoder.final_layer_norm.weight", "hidden", "decoder", on="last"),
-    Row("lm_head.weight", "vocab hidden", "lm", on="last", tie=_SHARED),
+    Row("lm_head.weight", "vocab hidden", "lm", on="last", tie=_SHARED_EMBEDDING_NAME),
     Row("classification_head.dense.weight", "hidden hidden", "sentence", on="last"),
     Row("classification_head.dense.bias", "hidden", "sentence", on="last"),
     Row("classification_head.out_proj.weight", "labels hidden", "sentence", on="last"),
@@ -89,9 +96,9 @@ uses."""
 
 def _build_long_rows(row: Row) -> tuple[Row, ...]:
     """Build what LongT5's encoder has in place of a row of T5, by what it attends to."""
-    ours = f"{_ENCODER}.0.SelfAttention"
+    ours = f"{_ENCODER_LAYER_PREFIX}.0.SelfAttention"
     if not row.name.startswith(ours):
-        return (replace(row, tied="always"),) if row.tie == _SHARED else (row,)
+        return (replace(row, tied="always"),) if row.tie == _SHARED_EMBEDDING_NAME else (row,)
     return tuple(
         replace(
             row, name=row.name.replace(".SelfAttention", f".{kind}SelfAttention"), when=f"{row.when} {when}".strip()
@@ -100,19 +107,23 @@ def _build_long_rows(row: Row) -> tuple[Row, ...]:
     )
 
 
-_SUMMARY: Final = f"{_ENCODER}.0.TransientGlobalSelfAttention"
-_LONG: Final = tuple(
+_TRANSIENT_GLOBAL_PREFIX: Final = f"{_ENCODER_LAYER_PREFIX}.0.TransientGlobalSelfAttention"
+_LONG_T5_ROWS: Final = tuple(
     each
-    for row in _T5
+    for row in _T5_ROWS
     if not {"sentence", "classifier", "question"} & {*row.when.split()} and not row.buffer
     for each in (
         *_build_long_rows(row),
         *(
             (
-                Row(f"{_SUMMARY}.global_relative_attention_bias.weight", "buckets heads", "summary first_block"),
-                Row(f"{_SUMMARY}.global_input_layer_norm.weight", "hidden", "summary"),
+                Row(
+                    f"{_TRANSIENT_GLOBAL_PREFIX}.global_relative_attention_bias.weight",
+                    "buckets heads",
+                    "summary first_block",
+                ),
+                Row(f"{_TRANSIENT_GLOBAL_PREFIX}.global_input_layer_norm.weight", "hidden", "summary"),
             )
-            if row.name.startswith(_ENCODER) and "relative_attention_bias" in row.name
+            if row.name.startswith(_ENCODER_LAYER_PREFIX) and "relative_attention_bias" in row.name
             else ()
         ),
     )
@@ -168,7 +179,7 @@ def _build_classes(stem: str) -> Mapping[str, ModelClass]:
     }
 
 
-_TRAITS: Final = LayerFeatures(
+_LAYER_FEATURES: Final = LayerFeatures(
     activation=("feed_forward_proj", "relu"),
     norm="rms16",
     dropout=("dropout_rate", 0.1),
@@ -179,12 +190,12 @@ _TRAITS: Final = LayerFeatures(
 )
 T5: Final = Family(
     name="t5",
-    rows=_T5,
+    rows=_T5_ROWS,
     facts=_build_facts,
     classes=_build_classes("T5"),
     prefixes=("transformer",),
     renamed={"T5WithLMHeadModel": "T5ForConditionalGeneration"},
-    traits=_TRAITS,
+    traits=_LAYER_FEATURES,
     aliases={
         "hidden_size": "d_model",
         "num_attention_heads": "num_heads",
@@ -193,26 +204,26 @@ T5: Final = Family(
     },
     assumed={"vocab_size": 32128, "d_ff": 2048, "d_kv": 64, "d_model": 512, "num_heads": 8, "num_layers": 6},
 )
-_GATED: Final = replace(
+_GATED_T5_FAMILY: Final = replace(
     T5,
-    traits=replace(_TRAITS, activation=("feed_forward_proj", "gated-gelu")),
+    traits=replace(_LAYER_FEATURES, activation=("feed_forward_proj", "gated-gelu")),
     renamed={},
     assumed={"vocab_size": 250112, "d_ff": 1024, "d_kv": 64, "d_model": 512, "num_heads": 6, "num_layers": 8},
 )
 MT5: Final = replace(
-    _GATED, name="mt5", facts=partial(_build_gated_facts, own_positions=False), classes=_build_classes("MT5")
+    _GATED_T5_FAMILY, name="mt5", facts=partial(_build_gated_facts, own_positions=False), classes=_build_classes("MT5")
 )
 UMT5: Final = replace(
-    _GATED, name="umt5", facts=partial(_build_gated_facts, own_positions=True), classes=_build_classes("UMT5")
+    _GATED_T5_FAMILY, name="umt5", facts=partial(_build_gated_facts, own_positions=True), classes=_build_classes("UMT5")
 )
 LONG_T5: Final = replace(
     T5,
     name="longt5",
-    rows=_LONG,
+    rows=_LONG_T5_ROWS,
     facts=_build_long_facts,
     classes={
         name: one for name, one in _build_classes("LongT5").items() if name.endswith(("Generation", "5Model", "rModel"))
     },
     renamed={},
-    traits=replace(_TRAITS, unfused=True, unmodelled="attention to what is near and to summaries of blocks"),
+    traits=replace(_LAYER_FEATURES, unfused=True, unmodelled="attention to what is near and to summaries of blocks"),
 )

@@ -45,7 +45,7 @@ _QWEN2_VL_TEXT: Final = replace(
     ),
 )
 _QWEN2_5_VL_TEXT: Final = replace(_QWEN2_VL_TEXT, name="qwen2_5_vl_text")
-_TEXTS: Final[Mapping[str, Family]] = {
+_TEXT_FAMILIES_BY_TYPE: Final[Mapping[str, Family]] = {
     family.name: family
     for family in (
         LLAMA,
@@ -61,7 +61,7 @@ _TEXTS: Final[Mapping[str, Family]] = {
     )
 }
 """The text models, by `model_type`."""
-_EYES: Final[Mapping[str, Callable[[ModelConfig], ModelDims]]] = {
+_VISION_DIMS_BUILDERS: Final[Mapping[str, Callable[[ModelConfig], ModelDims]]] = {
     "clip_vision_model": build_clip_vision_facts,
     "siglip_vision_model": build_siglip_vision_facts,
     "pixtral": build_pixtral_vision_facts,
@@ -71,8 +71,8 @@ _EYES: Final[Mapping[str, Callable[[ModelConfig], ModelDims]]] = {
     "qwen2_5_vl_vision": build_qwen25_vision_facts,
 }
 """The vision models by `model_type`; Qwen's changed."""
-_TEXT: Final = nest_rows(DECODER, "language_model")
-_SPELLINGS: Final = {
+_TEXT_MODEL_ROWS: Final = nest_rows(DECODER, "language_model")
+_LEGACY_NAME_PATTERNS: Final = {
     "^language_model.lm_head": "lm_head",
     "^language_model.model": "language_model",
     "vision_tower.vision_model": "vision_tower",
@@ -90,38 +90,38 @@ _TWO_LINEARS: Final = (
     _build_projector_row("linear_2.weight", "hidden joint"),
     _build_projector_row("linear_2.bias", "hidden", "projector_bias"),
 )
-_LLAVA: Final = (
+_LLAVA_ROWS: Final = (
     *nest_tower_rows(CLIP_EYES, "vision_tower", when="clip_vision_model"),
     *nest_tower_rows(PIXTRAL_EYES, "vision_tower", when="pixtral"),
     *_TWO_LINEARS,
-    *_TEXT,
+    *_TEXT_MODEL_ROWS,
 )
 _LLAVA_NEXT: Final = (
     Row(".image_newline", "hidden", on="first"),
     *nest_tower_rows(CLIP_EYES, "vision_tower"),
     *_TWO_LINEARS,
-    *_TEXT,
+    *_TEXT_MODEL_ROWS,
 )
-_MISTRAL3: Final = (
+_MISTRAL3_ROWS: Final = (
     *nest_tower_rows(PIXTRAL_EYES, "vision_tower"),
     _build_projector_row("norm.weight", "vision_hidden"),
     _build_projector_row("patch_merger.merging_layer.weight", "vision_hidden merged"),
     *_TWO_LINEARS,
-    *_TEXT,
+    *_TEXT_MODEL_ROWS,
 )
-_PALIGEMMA: Final = (
+_PALIGEMMA_ROWS: Final = (
     *nest_tower_rows(SIGLIP_EYES, "vision_tower"),
     _build_projector_row("linear.weight", "projection vision_hidden"),
     _build_projector_row("linear.bias", "projection"),
-    *_TEXT,
+    *_TEXT_MODEL_ROWS,
 )
-_GEMMA3: Final = (
+_GEMMA3_ROWS: Final = (
     *nest_tower_rows(SIGLIP_EYES, "vision_tower"),
     _build_projector_row("mm_input_projection_weight", "vision_hidden hidden"),
     _build_projector_row("mm_soft_emb_norm.weight", "vision_hidden"),
-    *_TEXT,
+    *_TEXT_MODEL_ROWS,
 )
-_QWEN_VL: Final = (*nest_tower_rows(QWEN_EYES, "visual"), *_TEXT)
+_QWEN_VL: Final = (*nest_tower_rows(QWEN_EYES, "visual"), *_TEXT_MODEL_ROWS)
 
 
 def _find_text(config: ModelConfig, usual: str) -> tuple[Family | None, ModelConfig]:
@@ -130,7 +130,7 @@ def _find_text(config: ModelConfig, usual: str) -> tuple[Family | None, ModelCon
     Qwen2-VL's first configs have its keys among their own.
     """
     words = config.part("text_config") if config.values.get("text_config") is not None else config
-    return _TEXTS.get(words.text("model_type", usual) if words is not config else usual), words
+    return _TEXT_FAMILIES_BY_TYPE.get(words.text("model_type", usual) if words is not config else usual), words
 
 
 def _read_text(config: ModelConfig, usual: str) -> tuple[LayerFeatures | None, ModelConfig]:
@@ -148,7 +148,7 @@ def _build_facts(config: ModelConfig, text: str, vision: str, *, bias: bool, eit
     family, words = _find_text(config, text)
     eyes = config.part("vision_config")
     sight = eyes.text("model_type", vision)
-    if family is None or sight not in _EYES:
+    if family is None or sight not in _VISION_DIMS_BUILDERS:
         kind = words.text("model_type", text)
         raise UnsupportedError(
             f"config.json has a text model of type {kind} and a vision model of type {sight}, a "
@@ -156,7 +156,7 @@ def _build_facts(config: ModelConfig, text: str, vision: str, *, bias: bool, eit
             hint="say how its tensors are cut with --rules FILE; on one device no rules are needed",
         )
     language = family.facts(family.complete_config(words))
-    seen = _EYES[sight](eyes)
+    seen = _VISION_DIMS_BUILDERS[sight](eyes)
     facts = join_facts(language, nest_facts(seen, "vision_", whole=True))
     chosen = config.values.get("vision_feature_layer")
     taken = len(chosen) if isinstance(chosen, list) else 1
@@ -172,7 +172,7 @@ def _build_facts(config: ModelConfig, text: str, vision: str, *, bias: bool, eit
         flags={
             "tied": tied or (either and inner_tie),
             "projector_bias": config.switch("multimodal_projector_bias", default=bias),
-            **{name: name == sight for name in _EYES},
+            **{name: name == sight for name in _VISION_DIMS_BUILDERS},
         },
     )
 
@@ -184,7 +184,7 @@ def _build_family(
     text: str,
     vision: str,
     *,
-    legacy: Mapping[str, str] = _SPELLINGS,
+    legacy: Mapping[str, str] = _LEGACY_NAME_PATTERNS,
     bias: bool = True,
     either: bool = False,
     assumed: Mapping[str, object] | None = None,
@@ -241,7 +241,7 @@ _GEMMA_2B: Final = {
 }
 _LLAVA_ASSUMED: Final = {"text_config": {}, "vision_config": _CLIP_LARGE}
 LLAVA: Final = _build_family(
-    "llava", "Llava", _LLAVA, "llama", "clip_vision_model", either=True, assumed=_LLAVA_ASSUMED
+    "llava", "Llava", _LLAVA_ROWS, "llama", "clip_vision_model", either=True, assumed=_LLAVA_ASSUMED
 )
 LLAVA_NEXT: Final = _build_family(
     "llava_next", "LlavaNext", _LLAVA_NEXT, "llama", "clip_vision_model", assumed=_LLAVA_ASSUMED
@@ -249,7 +249,7 @@ LLAVA_NEXT: Final = _build_family(
 MISTRAL3: Final = _build_family(
     "mistral3",
     "Mistral3",
-    _MISTRAL3,
+    _MISTRAL3_ROWS,
     "mistral",
     "pixtral",
     bias=False,
@@ -258,7 +258,7 @@ MISTRAL3: Final = _build_family(
 PALIGEMMA: Final = _build_family(
     "paligemma",
     "PaliGemma",
-    _PALIGEMMA,
+    _PALIGEMMA_ROWS,
     "gemma",
     "siglip_vision_model",
     assumed={"text_config": _GEMMA_2B, "vision_config": _SIGLIP_SO},
@@ -266,7 +266,7 @@ PALIGEMMA: Final = _build_family(
 GEMMA3: Final = _build_family(
     "gemma3",
     "Gemma3",
-    _GEMMA3,
+    _GEMMA3_ROWS,
     "gemma3_text",
     "siglip_vision_model",
     assumed={"text_config": {}, "vision_config": {}},

@@ -13,8 +13,8 @@ from shardctl.models.tables.family import LogicalDim, ModelDims, Row, RowIndex
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
 
-_BLOCK: Final = ".blocks.{layer}"
-_LAYER: Final = ".transformer.layers.{layer}"
+_BLOCK_PREFIX: Final = ".blocks.{layer}"
+_LAYER_PREFIX: Final = ".transformer.layers.{layer}"
 
 
 def _build_linear_rows(name: str, dims: str, when: str = "") -> tuple[Row, ...]:
@@ -23,17 +23,17 @@ def _build_linear_rows(name: str, dims: str, when: str = "") -> tuple[Row, ...]:
 
 QWEN_EYES: Final = (
     Row(".patch_embed.proj.weight", "hidden channels frames patch patch"),
-    Row(f"{_BLOCK}.norm1.weight", "hidden"),
-    Row(f"{_BLOCK}.norm1.bias", "hidden", "!gated"),
-    Row(f"{_BLOCK}.norm2.weight", "hidden"),
-    Row(f"{_BLOCK}.norm2.bias", "hidden", "!gated"),
-    *_build_linear_rows(f"{_BLOCK}.attn.qkv", "q+q+q hidden"),
-    *_build_linear_rows(f"{_BLOCK}.attn.proj", "hidden q"),
-    *_build_linear_rows(f"{_BLOCK}.mlp.fc1", "ffn hidden", "!gated"),
-    *_build_linear_rows(f"{_BLOCK}.mlp.fc2", "hidden ffn", "!gated"),
-    *_build_linear_rows(f"{_BLOCK}.mlp.gate_proj", "ffn hidden", "gated"),
-    *_build_linear_rows(f"{_BLOCK}.mlp.up_proj", "ffn hidden", "gated"),
-    *_build_linear_rows(f"{_BLOCK}.mlp.down_proj", "hidden ffn", "gated"),
+    Row(f"{_BLOCK_PREFIX}.norm1.weight", "hidden"),
+    Row(f"{_BLOCK_PREFIX}.norm1.bias", "hidden", "!gated"),
+    Row(f"{_BLOCK_PREFIX}.norm2.weight", "hidden"),
+    Row(f"{_BLOCK_PREFIX}.norm2.bias", "hidden", "!gated"),
+    *_build_linear_rows(f"{_BLOCK_PREFIX}.attn.qkv", "q+q+q hidden"),
+    *_build_linear_rows(f"{_BLOCK_PREFIX}.attn.proj", "hidden q"),
+    *_build_linear_rows(f"{_BLOCK_PREFIX}.mlp.fc1", "ffn hidden", "!gated"),
+    *_build_linear_rows(f"{_BLOCK_PREFIX}.mlp.fc2", "hidden ffn", "!gated"),
+    *_build_linear_rows(f"{_BLOCK_PREFIX}.mlp.gate_proj", "ffn hidden", "gated"),
+    *_build_linear_rows(f"{_BLOCK_PREFIX}.mlp.up_proj", "ffn hidden", "gated"),
+    *_build_linear_rows(f"{_BLOCK_PREFIX}.mlp.down_proj", "hidden ffn", "gated"),
     Row(".merger.ln_q.weight", "hidden"),
     Row(".merger.ln_q.bias", "hidden", "!gated"),
     *_build_linear_rows(".merger.mlp.0", "inner merged"),
@@ -53,12 +53,12 @@ def _build_merger_rows(name: str, normed: str) -> tuple[Row, ...]:
 QWEN3_EYES: Final = (
     *_build_linear_rows(".patch_embed.proj", "hidden channels frames patch patch"),
     Row(".pos_embed.weight", "positions hidden"),
-    *_build_linear_rows(f"{_BLOCK}.norm1", "hidden"),
-    *_build_linear_rows(f"{_BLOCK}.norm2", "hidden"),
-    *_build_linear_rows(f"{_BLOCK}.attn.qkv", "q+q+q hidden"),
-    *_build_linear_rows(f"{_BLOCK}.attn.proj", "hidden q"),
-    *_build_linear_rows(f"{_BLOCK}.mlp.linear_fc1", "ffn hidden"),
-    *_build_linear_rows(f"{_BLOCK}.mlp.linear_fc2", "hidden ffn"),
+    *_build_linear_rows(f"{_BLOCK_PREFIX}.norm1", "hidden"),
+    *_build_linear_rows(f"{_BLOCK_PREFIX}.norm2", "hidden"),
+    *_build_linear_rows(f"{_BLOCK_PREFIX}.attn.qkv", "q+q+q hidden"),
+    *_build_linear_rows(f"{_BLOCK_PREFIX}.attn.proj", "hidden q"),
+    *_build_linear_rows(f"{_BLOCK_PREFIX}.mlp.linear_fc1", "ffn hidden"),
+    *_build_linear_rows(f"{_BLOCK_PREFIX}.mlp.linear_fc2", "hidden ffn"),
     *_build_merger_rows(".merger", "hidden"),
 )
 """That of Qwen3.5; that of Qwen3-VL hands the text model the results of some layers, too."""
@@ -66,15 +66,15 @@ DEEPSTACK_EYES: Final = (*QWEN3_EYES, *_build_merger_rows(".deepstack_merger_lis
 PIXTRAL_EYES: Final = (
     Row(".patch_conv.weight", "hidden channels patch patch"),
     Row(".ln_pre.weight", "hidden"),
-    Row(f"{_LAYER}.attention_norm.weight", "hidden"),
-    Row(f"{_LAYER}.feed_forward.gate_proj.weight", "ffn hidden"),
-    Row(f"{_LAYER}.feed_forward.up_proj.weight", "ffn hidden"),
-    Row(f"{_LAYER}.feed_forward.down_proj.weight", "hidden ffn"),
-    Row(f"{_LAYER}.attention.k_proj.weight", "q hidden"),
-    Row(f"{_LAYER}.attention.v_proj.weight", "q hidden"),
-    Row(f"{_LAYER}.attention.q_proj.weight", "q hidden"),
-    Row(f"{_LAYER}.attention.o_proj.weight", "hidden q"),
-    Row(f"{_LAYER}.ffn_norm.weight", "hidden"),
+    Row(f"{_LAYER_PREFIX}.attention_norm.weight", "hidden"),
+    Row(f"{_LAYER_PREFIX}.feed_forward.gate_proj.weight", "ffn hidden"),
+    Row(f"{_LAYER_PREFIX}.feed_forward.up_proj.weight", "ffn hidden"),
+    Row(f"{_LAYER_PREFIX}.feed_forward.down_proj.weight", "hidden ffn"),
+    Row(f"{_LAYER_PREFIX}.attention.k_proj.weight", "q hidden"),
+    Row(f"{_LAYER_PREFIX}.attention.v_proj.weight", "q hidden"),
+    Row(f"{_LAYER_PREFIX}.attention.q_proj.weight", "q hidden"),
+    Row(f"{_LAYER_PREFIX}.attention.o_proj.weight", "hidden q"),
+    Row(f"{_LAYER_PREFIX}.ffn_norm.weight", "hidden"),
 )
 
 

@@ -14,29 +14,29 @@ from shardctl.models.tables.layer_features import LayerFeatures
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
 
-_LAYER: Final = ".layers.{layer}"
-_VIT: Final = (
+_LAYER_PREFIX: Final = ".layers.{layer}"
+_VIT_ROWS: Final = (
     Row(".embeddings.cls_token", "1 1 hidden", on="first"),
     Row(".embeddings.mask_token", "1 1 hidden", "masked", on="first"),
     Row(".embeddings.position_embeddings", "1 patches hidden", on="first"),
     Row(".embeddings.patch_embeddings.projection.weight", "hidden channels patch patch", on="first"),
     Row(".embeddings.patch_embeddings.projection.bias", "hidden", on="first"),
-    Row(f"{_LAYER}.attention.q_proj.weight", "q hidden"),
-    Row(f"{_LAYER}.attention.q_proj.bias", "q", "qkv_bias"),
-    Row(f"{_LAYER}.attention.k_proj.weight", "q hidden"),
-    Row(f"{_LAYER}.attention.k_proj.bias", "q", "qkv_bias"),
-    Row(f"{_LAYER}.attention.v_proj.weight", "q hidden"),
-    Row(f"{_LAYER}.attention.v_proj.bias", "q", "qkv_bias"),
-    Row(f"{_LAYER}.attention.o_proj.weight", "hidden q"),
-    Row(f"{_LAYER}.attention.o_proj.bias", "hidden"),
-    Row(f"{_LAYER}.layernorm_before.weight", "hidden"),
-    Row(f"{_LAYER}.layernorm_before.bias", "hidden"),
-    Row(f"{_LAYER}.layernorm_after.weight", "hidden"),
-    Row(f"{_LAYER}.layernorm_after.bias", "hidden"),
-    Row(f"{_LAYER}.mlp.fc1.weight", "ffn hidden"),
-    Row(f"{_LAYER}.mlp.fc1.bias", "ffn"),
-    Row(f"{_LAYER}.mlp.fc2.weight", "hidden ffn"),
-    Row(f"{_LAYER}.mlp.fc2.bias", "hidden"),
+    Row(f"{_LAYER_PREFIX}.attention.q_proj.weight", "q hidden"),
+    Row(f"{_LAYER_PREFIX}.attention.q_proj.bias", "q", "qkv_bias"),
+    Row(f"{_LAYER_PREFIX}.attention.k_proj.weight", "q hidden"),
+    Row(f"{_LAYER_PREFIX}.attention.k_proj.bias", "q", "qkv_bias"),
+    Row(f"{_LAYER_PREFIX}.attention.v_proj.weight", "q hidden"),
+    Row(f"{_LAYER_PREFIX}.attention.v_proj.bias", "q", "qkv_bias"),
+    Row(f"{_LAYER_PREFIX}.attention.o_proj.weight", "hidden q"),
+    Row(f"{_LAYER_PREFIX}.attention.o_proj.bias", "hidden"),
+    Row(f"{_LAYER_PREFIX}.layernorm_before.weight", "hidden"),
+    Row(f"{_LAYER_PREFIX}.layernorm_before.bias", "hidden"),
+    Row(f"{_LAYER_PREFIX}.layernorm_after.weight", "hidden"),
+    Row(f"{_LAYER_PREFIX}.layernorm_after.bias", "hidden"),
+    Row(f"{_LAYER_PREFIX}.mlp.fc1.weight", "ffn hidden"),
+    Row(f"{_LAYER_PREFIX}.mlp.fc1.bias", "ffn"),
+    Row(f"{_LAYER_PREFIX}.mlp.fc2.weight", "hidden ffn"),
+    Row(f"{_LAYER_PREFIX}.mlp.fc2.bias", "hidden"),
     Row(".layernorm.weight", "hidden", on="last"),
     Row(".layernorm.bias", "hidden", on="last"),
     Row(".pooler.dense.weight", "pooled hidden", "pooler", on="last"),
@@ -71,7 +71,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
 
 VIT: Final = Family(
     name="vit",
-    rows=_VIT,
+    rows=_VIT_ROWS,
     facts=_build_facts,
     classes={
         "ViTForImageClassification": ModelClass("vit", "classifier"),

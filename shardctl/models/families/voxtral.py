@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _DELAY_WIDTH: Final = "32"
 """Between the two matrices that make a scale of the delay (`VoxtralRealtimeTextAdaRmsNorm`)."""
-_BLOCK: Final = ".layers.{layer}"
+_ENCODER_LAYER_PREFIX: Final = ".layers.{layer}"
 
 
 def _build_linear_rows(name: str, dims: str, *, bias: bool = True) -> tuple[Row, ...]:
@@ -30,37 +30,37 @@ def _build_linear_rows(name: str, dims: str, *, bias: bool = True) -> tuple[Row,
     return (weight, Row(f"{name}.bias", dims.split(maxsplit=1)[0])) if bias else (weight,)
 
 
-_EARS: Final = (
+_AUDIO_ENCODER_ROWS: Final = (
     *_build_linear_rows(".conv1", "hidden mels 3"),
     *_build_linear_rows(".conv2", "hidden hidden 3"),
     Row(".embed_positions.weight", "moments hidden"),
-    *_build_linear_rows(f"{_BLOCK}.self_attn.k_proj", "hidden hidden", bias=False),
-    *_build_linear_rows(f"{_BLOCK}.self_attn.v_proj", "hidden hidden"),
-    *_build_linear_rows(f"{_BLOCK}.self_attn.q_proj", "hidden hidden"),
-    *_build_linear_rows(f"{_BLOCK}.self_attn.out_proj", "hidden hidden"),
-    *_build_linear_rows(f"{_BLOCK}.self_attn_layer_norm", "hidden"),
-    *_build_linear_rows(f"{_BLOCK}.fc1", "ffn hidden"),
-    *_build_linear_rows(f"{_BLOCK}.fc2", "hidden ffn"),
-    *_build_linear_rows(f"{_BLOCK}.final_layer_norm", "hidden"),
+    *_build_linear_rows(f"{_ENCODER_LAYER_PREFIX}.self_attn.k_proj", "hidden hidden", bias=False),
+    *_build_linear_rows(f"{_ENCODER_LAYER_PREFIX}.self_attn.v_proj", "hidden hidden"),
+    *_build_linear_rows(f"{_ENCODER_LAYER_PREFIX}.self_attn.q_proj", "hidden hidden"),
+    *_build_linear_rows(f"{_ENCODER_LAYER_PREFIX}.self_attn.out_proj", "hidden hidden"),
+    *_build_linear_rows(f"{_ENCODER_LAYER_PREFIX}.self_attn_layer_norm", "hidden"),
+    *_build_linear_rows(f"{_ENCODER_LAYER_PREFIX}.fc1", "ffn hidden"),
+    *_build_linear_rows(f"{_ENCODER_LAYER_PREFIX}.fc2", "hidden ffn"),
+    *_build_linear_rows(f"{_ENCODER_LAYER_PREFIX}.final_layer_norm", "hidden"),
     *_build_linear_rows(".layer_norm", "hidden"),
 )
 """Whisper's encoder."""
 _QUICK_EARS: Final = (
     *_build_linear_rows(".embedder.conv1", "hidden mels 3"),
     *_build_linear_rows(".embedder.conv2", "hidden hidden 3"),
-    *_build_linear_rows(f"{_BLOCK}.self_attn.q_proj", "heads hidden"),
-    *_build_linear_rows(f"{_BLOCK}.self_attn.k_proj", "heads hidden", bias=False),
-    *_build_linear_rows(f"{_BLOCK}.self_attn.v_proj", "heads hidden"),
-    *_build_linear_rows(f"{_BLOCK}.self_attn.o_proj", "hidden heads"),
-    *_build_linear_rows(f"{_BLOCK}.self_attn_layer_norm", "hidden", bias=False),
-    *_build_linear_rows(f"{_BLOCK}.final_layer_norm", "hidden", bias=False),
-    *_build_linear_rows(f"{_BLOCK}.mlp.gate_proj", "ffn hidden", bias=False),
-    *_build_linear_rows(f"{_BLOCK}.mlp.up_proj", "ffn hidden", bias=False),
-    *_build_linear_rows(f"{_BLOCK}.mlp.down_proj", "hidden ffn"),
+    *_build_linear_rows(f"{_ENCODER_LAYER_PREFIX}.self_attn.q_proj", "heads hidden"),
+    *_build_linear_rows(f"{_ENCODER_LAYER_PREFIX}.self_attn.k_proj", "heads hidden", bias=False),
+    *_build_linear_rows(f"{_ENCODER_LAYER_PREFIX}.self_attn.v_proj", "heads hidden"),
+    *_build_linear_rows(f"{_ENCODER_LAYER_PREFIX}.self_attn.o_proj", "hidden heads"),
+    *_build_linear_rows(f"{_ENCODER_LAYER_PREFIX}.self_attn_layer_norm", "hidden", bias=False),
+    *_build_linear_rows(f"{_ENCODER_LAYER_PREFIX}.final_layer_norm", "hidden", bias=False),
+    *_build_linear_rows(f"{_ENCODER_LAYER_PREFIX}.mlp.gate_proj", "ffn hidden", bias=False),
+    *_build_linear_rows(f"{_ENCODER_LAYER_PREFIX}.mlp.up_proj", "ffn hidden", bias=False),
+    *_build_linear_rows(f"{_ENCODER_LAYER_PREFIX}.mlp.down_proj", "hidden ffn"),
     *_build_linear_rows(".norm", "hidden", bias=False),
 )
 """An encoder that hears no more than a window before each moment."""
-_NAMES: Final = {
+_CONFIG_KEY_ALIASES: Final = {
     "d_model": "hidden_size",
     "encoder_layers": "num_hidden_layers",
     "encoder_attention_heads": "num_attention_heads",
@@ -69,7 +69,7 @@ _NAMES: Final = {
 
 
 def _build_ear_facts(config: ModelConfig) -> ModelDims:
-    config, heads = config.called(_NAMES), 32
+    config, heads = config.called(_CONFIG_KEY_ALIASES), 32
     return ModelDims(
         dims={
             "hidden": LogicalDim(config.size("hidden_size", 1280)),
@@ -88,12 +88,12 @@ def _add_joined_facts(config: ModelConfig, facts: ModelDims) -> ModelDims:
     return facts.also(dims={"joined": LogicalDim(joined)})
 
 
-_DELAYED: Final = (
+_DELAY_CONDITIONING_ROWS: Final = (
     Row(f"{LAYER}.ada_rms_norm.linear1.weight", f"{_DELAY_WIDTH} hidden"),
     Row(f"{LAYER}.ada_rms_norm.linear2.weight", f"hidden {_DELAY_WIDTH}"),
 )
-_NEXT: Final = next(place for place, row in enumerate(DECODER) if row.name == ".norm.weight")
-_TEXT: Final = replace(
+_FINAL_NORM_ROW_INDEX: Final = next(place for place, row in enumerate(DECODER) if row.name == ".norm.weight")
+_TEXT_FAMILY: Final = replace(
     LLAMA,
     assumed={
         **LLAMA.assumed,
@@ -108,7 +108,7 @@ _TEXT: Final = replace(
 assert MISTRAL.traits is not None  # noqa: S101 - for the type checker
 _DELAYED_TEXT: Final = replace(
     MISTRAL,
-    rows=(*DECODER[:_NEXT], *_DELAYED, *DECODER[_NEXT:]),
+    rows=(*DECODER[:_FINAL_NORM_ROW_INDEX], *_DELAY_CONDITIONING_ROWS, *DECODER[_FINAL_NORM_ROW_INDEX:]),
     traits=replace(
         MISTRAL.traits,
         window=WindowRule(8192),
@@ -125,7 +125,7 @@ _DELAYED_TEXT: Final = replace(
         "tie_word_embeddings": True,
     },
 )
-_SPELLINGS: Final = {"^language_model.lm_head": "lm_head", "^language_model.model": "language_model"}
+_LEGACY_NAME_PATTERNS: Final = {"^language_model.lm_head": "lm_head", "^language_model.model": "language_model"}
 
 
 def _build_projector_rows(joined: str) -> tuple[Row, Row]:
@@ -138,10 +138,10 @@ def _build_projector_rows(joined: str) -> tuple[Row, Row]:
 VOXTRAL: Final = build_tower_family(
     "voxtral",
     build_tower_classes("Voxtral"),
-    _TEXT,
-    (ModelTower("audio_config", "audio_tower", _EARS, _build_ear_facts),),
+    _TEXT_FAMILY,
+    (ModelTower("audio_config", "audio_tower", _AUDIO_ENCODER_ROWS, _build_ear_facts),),
     after=_build_projector_rows("audio_ffn"),
-    legacy=_SPELLINGS,
+    legacy=_LEGACY_NAME_PATTERNS,
 )
 VOXTRAL_REALTIME: Final = build_tower_family(
     "voxtral_realtime",
@@ -150,5 +150,5 @@ VOXTRAL_REALTIME: Final = build_tower_family(
     (ModelTower("audio_config", "audio_tower", _QUICK_EARS, _build_ear_facts),),
     after=_build_projector_rows("joined"),
     facts=_add_joined_facts,
-    legacy=_SPELLINGS,
+    legacy=_LEGACY_NAME_PATTERNS,
 )

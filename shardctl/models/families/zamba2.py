@@ -21,36 +21,36 @@ if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
     from shardctl.models.tables.family import ModelDims
 
-_BLOCK: Final = f"{LAYER}.shared_transformer"
-_USUAL: Final = (6, 12, 18, 24, 30, 36, 42, 47, 51)
+_SHARED_BLOCK_PREFIX: Final = f"{LAYER}.shared_transformer"
+_DEFAULT_HYBRID_LAYERS: Final = (6, 12, 18, 24, 30, 36, 42, 47, 51)
 """The layers that have a block where a config does not say which; then there are 54, whatever else it says."""
 
 
 def _build_adapter_rows(module: str, slot: str, dims: tuple[str, str], when: str = "") -> tuple[Row, Row]:
     """Build the two matrices of each adapter of a list, whose `slot` has a name of its own: a list follows another."""
     return (
-        Row(f"{_BLOCK}.{module}.{{{slot}}}.0.weight", f"adapter {dims[0]}", when),
-        Row(f"{_BLOCK}.{module}.{{{slot}}}.1.weight", f"{dims[1]} adapter", when),
+        Row(f"{_SHARED_BLOCK_PREFIX}.{module}.{{{slot}}}.0.weight", f"adapter {dims[0]}", when),
+        Row(f"{_SHARED_BLOCK_PREFIX}.{module}.{{{slot}}}.1.weight", f"{dims[1]} adapter", when),
     )
 
 
-_SHARED: Final = (
-    Row(f"{_BLOCK}.self_attn.q_proj.weight", "q both"),
-    Row(f"{_BLOCK}.self_attn.k_proj.weight", "kv both"),
-    Row(f"{_BLOCK}.self_attn.v_proj.weight", "kv both"),
-    Row(f"{_BLOCK}.self_attn.o_proj.weight", "hidden q"),
+_SHARED_BLOCK_ROWS: Final = (
+    Row(f"{_SHARED_BLOCK_PREFIX}.self_attn.q_proj.weight", "q both"),
+    Row(f"{_SHARED_BLOCK_PREFIX}.self_attn.k_proj.weight", "kv both"),
+    Row(f"{_SHARED_BLOCK_PREFIX}.self_attn.v_proj.weight", "kv both"),
+    Row(f"{_SHARED_BLOCK_PREFIX}.self_attn.o_proj.weight", "hidden q"),
     *_build_adapter_rows("self_attn.linear_q_adapter_list", "q_slot", ("both", "q"), "adapted"),
     *_build_adapter_rows("self_attn.linear_k_adapter_list", "k_slot", ("both", "q"), "adapted"),
     *_build_adapter_rows("self_attn.linear_v_adapter_list", "v_slot", ("both", "q"), "adapted"),
-    Row(f"{_BLOCK}.feed_forward.gate_up_proj.weight", "ffn+ffn hidden"),
-    Row(f"{_BLOCK}.feed_forward.gate_up_proj.bias", "ffn+ffn", "mixer_bias"),
-    Row(f"{_BLOCK}.feed_forward.down_proj.weight", "hidden ffn"),
-    Row(f"{_BLOCK}.feed_forward.down_proj.bias", "hidden", "mixer_bias"),
+    Row(f"{_SHARED_BLOCK_PREFIX}.feed_forward.gate_up_proj.weight", "ffn+ffn hidden"),
+    Row(f"{_SHARED_BLOCK_PREFIX}.feed_forward.gate_up_proj.bias", "ffn+ffn", "mixer_bias"),
+    Row(f"{_SHARED_BLOCK_PREFIX}.feed_forward.down_proj.weight", "hidden ffn"),
+    Row(f"{_SHARED_BLOCK_PREFIX}.feed_forward.down_proj.bias", "hidden", "mixer_bias"),
     *_build_adapter_rows("feed_forward.gate_up_proj_adapter_list", "ffn_slot", ("hidden", "ffn+ffn")),
-    Row(f"{_BLOCK}.input_layernorm.weight", "both"),
-    Row(f"{_BLOCK}.pre_ff_layernorm.weight", "hidden"),
+    Row(f"{_SHARED_BLOCK_PREFIX}.input_layernorm.weight", "both"),
+    Row(f"{_SHARED_BLOCK_PREFIX}.pre_ff_layernorm.weight", "hidden"),
 )
-_SLOTS: Final = ("q_slot", "k_slot", "v_slot", "ffn_slot")
+_ADAPTER_INDEX_NAMES: Final = ("q_slot", "k_slot", "v_slot", "ffn_slot")
 
 
 def _build_layer_rows() -> Iterator[Row]:
@@ -59,7 +59,7 @@ def _build_layer_rows() -> Iterator[Row]:
     yield Row(f"{LAYER}.linear.weight", "hidden hidden", "hybrid")
     yield from build_mixer2_rows(f"{LAYER}.mamba_decoder.mamba", "hybrid")
     yield Row(f"{LAYER}.mamba_decoder.input_layernorm.weight", "hidden", "hybrid")
-    for row in _SHARED:
+    for row in _SHARED_BLOCK_ROWS:
         yield replace(row, when=f"hybrid {row.when}".strip(), tie=row.name, tied="shared")
 
 
@@ -68,7 +68,9 @@ def _build_facts(config: ModelConfig) -> ModelDims:
     sizes = {"intermediate_size": config.size("intermediate_size", 4 * hidden), "head_dim": 2 * hidden // heads}
     facts = build_decoder_facts(replace(config, values={**config.values, **sizes}), tied=True)
     kinds = config.entries("layers_block_type")
-    hybrid = [n for n, kind in enumerate(kinds) if kind == "hybrid"] if kinds is not None else list(_USUAL)
+    hybrid = (
+        [n for n, kind in enumerate(kinds) if kind == "hybrid"] if kinds is not None else list(_DEFAULT_HYBRID_LAYERS)
+    )
     blocks = config.size("num_mem_blocks", 1)
     slots = {layer: range(place % blocks, len(hybrid), blocks) for place, layer in enumerate(hybrid)}
     adapters = RowIndex(range(len(hybrid)), within=slots)
@@ -88,7 +90,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
         },
         indices={
             "layer": RowIndex(range(54 if kinds is None else len(kinds)), layer=0),
-            **dict.fromkeys(_SLOTS, adapters),
+            **dict.fromkeys(_ADAPTER_INDEX_NAMES, adapters),
         },
         flags={
             "hybrid": frozenset(hybrid),
@@ -100,7 +102,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
     )
 
 
-_FURTHER: Final = (
+_EXTRA_SAVED_ACTIVATIONS: Final = (
     FurtherTensor("fp32 copies of the embedding that is normed beside the input", "hidden", width=4, when="hybrid"),
     FurtherTensor("the same normed, before the weight", "hidden", when="hybrid"),
     FurtherTensor("the same, of the input of attention", "hidden", when="hybrid"),
@@ -126,7 +128,7 @@ ZAMBA2: Final = Family(
         "Zamba2ForSequenceClassification": ModelClass("model", "score"),
     },
     prefixes=("model",),
-    traits=LayerFeatures(activation=("hidden_act", "gelu"), norm="rms", further=_FURTHER),
+    traits=LayerFeatures(activation=("hidden_act", "gelu"), norm="rms", further=_EXTRA_SAVED_ACTIVATIONS),
     assumed={"vocab_size": 32000, "hidden_size": 2560, "num_hidden_layers": 54, "num_attention_heads": 32},
     aliases={"layer_types": "layers_block_type"},
 )

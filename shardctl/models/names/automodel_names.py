@@ -21,12 +21,16 @@ if TYPE_CHECKING:
     from shardctl.models.tables.model import Model
 
 AUTOMODEL: Final = "automodel"
-_COMPARED: Final = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss")
+_SUPPORTED_FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss")
 """Families whose parameters it calls as transformers does, but for grouped experts."""
 GROUPED_NOTE: Final = "experts grouped by NeMo Automodel; their states were taken apart"
-_PARTS: Final = {"gate_proj": "gate_and_up_projs", "up_proj": "gate_and_up_projs", "down_proj": "down_projs"}
-_EXPERT: Final = re.compile(rf"(.+\.experts)\.([0-9]+)\.({'|'.join(_PARTS)})\.weight")
-_RENAMED: Final = {
+_GROUPED_EXPERT_ARRAYS: Final = {
+    "gate_proj": "gate_and_up_projs",
+    "up_proj": "gate_and_up_projs",
+    "down_proj": "down_projs",
+}
+_EXPERT_WEIGHT_PATTERN: Final = re.compile(rf"(.+\.experts)\.([0-9]+)\.({'|'.join(_GROUPED_EXPERT_ARRAYS)})\.weight")
+_GPT_OSS_SUFFIX_RENAMES: Final = {
     "mlp.experts.gate_up_proj": "mlp.experts.gate_and_up_projs",
     "mlp.experts.down_proj": "mlp.experts.down_projs",
     "mlp.router.weight": "mlp.gate.weight",
@@ -42,10 +46,10 @@ def build_saved_arrays(model: Model, there: Collection[str]) -> dict[str, Tensor
     family whose names in Automodel were not compared.
     """
     del there
-    if model.family not in _COMPARED:
+    if model.family not in _SUPPORTED_FAMILIES:
         raise UnsupportedError(
             f"Automodel's names for {model.architecture or 'this model'} are not known here",
-            hint=f"known are {', '.join(_COMPARED)}; --to hf gives weights from which it begins",
+            hint=f"known are {', '.join(_SUPPORTED_FAMILIES)}; --to hf gives weights from which it begins",
         )
     return {each.name: TensorFusion(each.name, (each.name,), join_tensors((each.shape,))) for each in model.own()}
 
@@ -70,11 +74,11 @@ def build_grouped_arrays(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Ten
     groups: dict[str, dict[tuple[int, str], str]] = {}
     arrays = {}
     for name, shape in shapes.items():
-        expert = _EXPERT.fullmatch(name)
+        expert = _EXPERT_WEIGHT_PATTERN.fullmatch(name)
         if expert is not None:
-            groups.setdefault(f"{expert[1]}.{_PARTS[expert[3]]}", {})[int(expert[2]), expert[3]] = name
-        elif (end := next((end for end in _RENAMED if name.endswith(f".{end}")), None)) is not None:
-            own = name.removesuffix(end) + _RENAMED[end]
+            groups.setdefault(f"{expert[1]}.{_GROUPED_EXPERT_ARRAYS[expert[3]]}", {})[int(expert[2]), expert[3]] = name
+        elif (end := next((end for end in _GPT_OSS_SUFFIX_RENAMES if name.endswith(f".{end}")), None)) is not None:
+            own = name.removesuffix(end) + _GPT_OSS_SUFFIX_RENAMES[end]
             arrays[own] = TensorFusion(own, (name,), join_tensors((shape,)))
     for array, members in groups.items():
         names = tuple(members[at] for at in sorted(members))

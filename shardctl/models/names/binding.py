@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from shardctl.models.tables.model import Model, ModelTensor
     from shardctl.tensors.manifest import Manifest
 
-_LINEAR: Final = frozenset({"weight", "bias"})
-_MAXTEXT: Final = ("params.params.decoder.", "params.params.token_embedder.")
+_LINEAR_PARAMETER_NAMES: Final = frozenset({"weight", "bias"})
+_MAXTEXT_NAME_PREFIXES: Final = ("params.params.decoder.", "params.params.token_embedder.")
 """How names of MaxText's arrays begin (`TrainState` of flax, whose parameters are a tree `params`)."""
-_UNGATHERED: Final = (0,)
+_UNGATHERED_SHAPE: Final = (0,)
 """The shape of a parameter whose elements only other ranks' partitions hold."""
-_PARAMETERS: Final = frozenset({"weight", "bias"})
+_PARAMETER_NAMES: Final = frozenset({"weight", "bias"})
 """What the names of parameters end with; buffers may be empty on purpose (GPTQ's `g_idx`)."""
 UNGATHERED_HINT: Final = (
     "ZeRO-3 and FSDP leave such tensors where a model is saved without gathering its parameters: convert the "
@@ -139,15 +139,15 @@ def _split_stored_array(model: Model, meant: str, tensor: Tensor) -> Iterator[tu
 
 def list_ungathered_weights(tensors: Mapping[str, Tensor]) -> list[str]:
     """List the weights that were saved without their elements; all tensors, if none of them has an element."""
-    empty = [name for name, tensor in tensors.items() if tensor.shape == _UNGATHERED]
+    empty = [name for name, tensor in tensors.items() if tensor.shape == _UNGATHERED_SHAPE]
     if len(empty) == len(tensors):
         return empty
-    return [name for name in empty if name.rpartition(".")[2] in _PARAMETERS]
+    return [name for name in empty if name.rpartition(".")[2] in _PARAMETER_NAMES]
 
 
 def is_maxtext(names: Iterable[str]) -> bool:
     """Return whether arrays of MaxText are among those that have these names."""
-    return any(name.startswith(_MAXTEXT) for name in names)
+    return any(name.startswith(_MAXTEXT_NAME_PREFIXES) for name in names)
 
 
 def _hint_at_unknown(model: Model, unknown: Sequence[str]) -> str:
@@ -172,7 +172,9 @@ def list_contradictions(model: Model, unknown: Iterable[str]) -> Iterator[str]:
     for name in unknown:
         module, _, own = name.rpartition(".")
         kinds = kinds or {_erase_numbers(known.name) for known in model.own()}
-        beside = [f"{module}.{other}" for other in _LINEAR - {own}] if own in _LINEAR else []
+        beside = (
+            [f"{module}.{other}" for other in _LINEAR_PARAMETER_NAMES - {own}] if own in _LINEAR_PARAMETER_NAMES else []
+        )
         if _has_kind(model, kinds, name) or any(find_canonical_name(model, other) for other in beside):
             yield name
 
@@ -326,5 +328,5 @@ def _fits_tensor(expected: ModelTensor, shape: tuple[int, ...]) -> bool:
 def _build_shape_error(stored: Tensor, expected: Sequence[int]) -> SourceError:
     return SourceError(
         f"{stored.name} has shape {list(stored.shape)}, but config.json gives it {list(expected)}",
-        hint="config.json may belong to another model" if stored.shape != _UNGATHERED else UNGATHERED_HINT,
+        hint="config.json may belong to another model" if stored.shape != _UNGATHERED_SHAPE else UNGATHERED_HINT,
     )

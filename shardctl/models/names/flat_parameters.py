@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from shardctl.models.tables.model import Model
     from shardctl.tensors.manifest import Manifest
 
-_FLAT: Final = "_flat_param"
-_WRAPPER: Final = "_fsdp_wrapped_module"
-_ALIGNMENT: Final = 16
+_FLAT_PARAMETER_NAME: Final = "_flat_param"
+_FSDP_WRAPPER_NAME: Final = "_fsdp_wrapped_module"
+_PARAMETER_ALIGNMENT_BYTES: Final = 16
 """Bytes."""
 
 
@@ -44,7 +44,7 @@ def is_flat_parameter(name: str) -> bool:
     >>> is_flat_parameter("model.layers.0._flat_param"), is_flat_parameter("flat_param.weight")
     (True, False)
     """
-    return name.endswith(_FLAT) and name.rpartition(".")[2] == _FLAT
+    return name.endswith(_FLAT_PARAMETER_NAME) and name.rpartition(".")[2] == _FLAT_PARAMETER_NAME
 
 
 def refuse_flat_parameters(stored: Manifest) -> None:
@@ -82,7 +82,7 @@ def split_flat_parameters(model: Model, stored: Manifest) -> Manifest:
 
 
 def _get_module_prefix(name: str) -> str:
-    return ".".join(word for word in name.split(".")[:-1] if word != _WRAPPER)
+    return ".".join(word for word in name.split(".")[:-1] if word != _FSDP_WRAPPER_NAME)
 
 
 def _list_enclosing_modules(name: str) -> Iterator[str]:
@@ -98,7 +98,7 @@ def _find_places(
     dense, end = _lay_out_parameters(members, 1)
     if end == flat.size:
         return dense
-    aligned, padded = _lay_out_parameters(members, max(_ALIGNMENT // flat.dtype.unit_bytes, 1))
+    aligned, padded = _lay_out_parameters(members, max(_PARAMETER_ALIGNMENT_BYTES // flat.dtype.unit_bytes, 1))
     if -(-padded // ranks) * ranks == flat.size:
         return aligned
     raise SourceError(

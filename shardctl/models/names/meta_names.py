@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from shardctl.models.tables.model import Model
     from shardctl.tensors.manifest import Chunk, Manifest, Tensor, TrainingState
 
-_FAMILIES: Final = frozenset({"llama", "mistral"})
-_NAMES: Final = {
+_SUPPORTED_FAMILIES: Final = frozenset({"llama", "mistral"})
+_TRANSFORMERS_NAMES: Final = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
     "lm_head.weight": "lm_head.weight",
 }
-_PARTS: Final = {
+_TRANSFORMERS_MODULE_NAMES: Final = {
     "attention.wq": "self_attn.q_proj",
     "attention.wk": "self_attn.k_proj",
     "attention.wv": "self_attn.v_proj",
@@ -39,15 +39,15 @@ _PARTS: Final = {
     "attention_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
 }
-_OLD: Final = {meant: name for name, meant in _NAMES.items() if name != "lm_head.weight"}
-_OLD_PARTS: Final = {meant: part for part, meant in _PARTS.items()}
+_META_NAMES: Final = {meant: name for name, meant in _TRANSFORMERS_NAMES.items() if name != "lm_head.weight"}
+_OLD_PARTS: Final = {meant: part for part, meant in _TRANSFORMERS_MODULE_NAMES.items()}
 _MEANT_LAYER: Final = re.compile(r"model\.layers\.([0-9]+)\.(.+)\.weight")
-_LAYER: Final = re.compile(r"layers\.([0-9]+)\.(.+)\.weight")
-_BUFFERS: Final = frozenset({"rope.freqs", "freqs_cis"})
+_LAYER_WEIGHT_PATTERN: Final = re.compile(r"layers\.([0-9]+)\.(.+)\.weight")
+_ROTARY_BUFFER_NAMES: Final = frozenset({"rope.freqs", "freqs_cis"})
 """Computed from the config; no state dict of transformers has them."""
-_TURNED: Final = re.compile(r".+\.self_attn\.[qk]_proj\.weight")
-_MATRIX: Final = 2
-_NOTE: Final = "Meta's names and order of rotary rows; read as those of transformers"
+_ROTARY_WEIGHT_PATTERN: Final = re.compile(r".+\.self_attn\.[qk]_proj\.weight")
+_MATRIX_NDIM: Final = 2
+_NAMING_SCHEME_NOTE: Final = "Meta's names and order of rotary rows; read as those of transformers"
 
 
 def bind_meta_names(model: Model, stored: Manifest) -> Manifest:
@@ -55,9 +55,9 @@ def bind_meta_names(model: Model, stored: Manifest) -> Manifest:
 
     Else as it is.
     """
-    if model.family not in _FAMILIES or "tok_embeddings.weight" not in stored.tensors:
+    if model.family not in _SUPPORTED_FAMILIES or "tok_embeddings.weight" not in stored.tensors:
         return stored
-    names = {name: _find_transformers_name(name) for name in stored.tensors if name not in _BUFFERS}
+    names = {name: _find_transformers_name(name) for name in stored.tensors if name not in _ROTARY_BUFFER_NAMES}
     if not all(meant in model.tensors or meant in model.aliases for meant in names.values()):
         return stored
     tensors = {meant: _reorder_meta_rows(model, meant, stored.tensors[name]) for name, meant in names.items()}
@@ -74,14 +74,14 @@ def find_meta_name(name: str) -> str | None:
     """
     found = _MEANT_LAYER.fullmatch(name)
     if found is None:
-        return _OLD.get(name)
+        return _META_NAMES.get(name)
     part = _OLD_PARTS.get(found[2])
     return f"layers.{found[1]}.{part}.weight" if part is not None else None
 
 
 def split_meta_rows(model: Model, name: str, chunk: Chunk) -> Iterable[Chunk]:
     """Return the chunks of tensor `name`, as transformers has it, that lie in a chunk of Meta's order of rows."""
-    if _TURNED.fullmatch(name) is None:
+    if _ROTARY_WEIGHT_PATTERN.fullmatch(name) is None:
         return (chunk,)
     return _split_head_rows(chunk, _count_head_rows(model, name))
 
@@ -92,10 +92,10 @@ def _count_head_rows(model: Model, name: str) -> int:
 
 
 def _find_transformers_name(name: str) -> str:
-    found = _LAYER.fullmatch(name)
+    found = _LAYER_WEIGHT_PATTERN.fullmatch(name)
     if found is None:
-        return _NAMES.get(name, "")
-    return f"model.layers.{found[1]}.{_PARTS.get(found[2], '')}.weight"
+        return _TRANSFORMERS_NAMES.get(name, "")
+    return f"model.layers.{found[1]}.{_TRANSFORMERS_MODULE_NAMES.get(found[2], '')}.weight"
 
 
 def _bind_meta_training(model: Model, stored: TrainingState) -> TrainingState:
@@ -108,13 +108,13 @@ def _bind_meta_training(model: Model, stored: TrainingState) -> TrainingState:
     groups = tuple(
         replace(group, parameters=tuple(map(_find_transformers_name, group.parameters))) for group in stored.groups
     )
-    return replace(stored, states=states, groups=groups, notes=(*stored.notes, _NOTE))
+    return replace(stored, states=states, groups=groups, notes=(*stored.notes, _NAMING_SCHEME_NOTE))
 
 
 def _reorder_meta_rows(model: Model, meant: str, tensor: Tensor) -> Tensor:
     """Return the tensor that is stored, or one alike of an optimizer, under its new name and in the new order."""
     chunks = tensor.chunks
-    if _TURNED.fullmatch(meant) and len(tensor.shape) == _MATRIX:
+    if _ROTARY_WEIGHT_PATTERN.fullmatch(meant) and len(tensor.shape) == _MATRIX_NDIM:
         chunks = tuple(part for chunk in chunks for part in _split_head_rows(chunk, _count_head_rows(model, meant)))
     return replace(tensor, name=meant, chunks=chunks)
 

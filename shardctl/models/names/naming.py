@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from shardctl.models.tables.model import Model
     from shardctl.tensors.manifest import Manifest, Tensor, TrainingState
 
-_FIRST: Final = ".experts.w1"
+_FIRST_ARRAY_SUFFIX: Final = ".experts.w1"
 """How the name of a layer's first array ends."""
-_SOURCES: Final = {
+_EXPERT_ARRAY_SOURCES: Final = {
     "w1": ("gate_up_proj", 0, 2),
     "w3": ("gate_up_proj", 1, 2),
     "w2": ("down_proj", 0, 1),
 }
 """By array: that of transformers, and which of how many parts of each expert it has."""
-_NOTE: Final = "the experts and routers of DeepSpeed's AutoEP; read as those of transformers"
+_NAMING_SCHEME_NOTE: Final = "the experts and routers of DeepSpeed's AutoEP; read as those of transformers"
 
 
 def bind_manifest(model: Model, stored: Manifest, *, partial: bool = False) -> Manifest:
@@ -95,15 +95,15 @@ def _bind_autoep_names(model: Model, stored: Manifest) -> Manifest:
     """Return `stored` with experts and routers under the model's names, if it has such arrays; else as it is."""
     arrays: dict[str, TensorFusion] = {}
     for name in stored.tensors:
-        if name.endswith(_FIRST):
-            arrays |= _build_layer(model, name.removesuffix(_FIRST))
-    return bind_arrays(stored, arrays, _NOTE) if arrays else stored
+        if name.endswith(_FIRST_ARRAY_SUFFIX):
+            arrays |= _build_layer(model, name.removesuffix(_FIRST_ARRAY_SUFFIX))
+    return bind_arrays(stored, arrays, _NAMING_SCHEME_NOTE) if arrays else stored
 
 
 def _build_layer(model: Model, prefix: str) -> dict[str, TensorFusion]:
     """Build the arrays of one layer; none if the model has no such layer."""
     found = {}
-    for array, (theirs, part, parts) in _SOURCES.items():
+    for array, (theirs, part, parts) in _EXPERT_ARRAY_SOURCES.items():
         fusion = model.fusions.get(find_canonical_name(model, f"{prefix}.experts.{theirs}") or "")
         if fusion is None:
             return {}

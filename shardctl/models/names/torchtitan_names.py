@@ -53,12 +53,12 @@ if TYPE_CHECKING:
     from shardctl.tensors.manifest import Manifest
 
 TRAINER: Final = "torchtitan"
-_KINDS: Final = ("weight", "bias")
-_NOTE: Final = "torchtitan's names and arrays; read as those of transformers"
-_LAYER: Final = re.compile(r"model\.layers\.([0-9]+)\.(.+)")
-_EXPERT: Final = re.compile(r"mlp\.experts\.([0-9]+)\.([a-z_]+)\.weight")
-_SPLIT: Final = re.compile(rf"(layers\.[0-9]+\.{re.escape(JOINED)})\.w([qkv])\.(weight|bias)")
-_PAIRED: Final = "llama"
+_PARAMETER_NAMES: Final = ("weight", "bias")
+_NAMING_SCHEME_NOTE: Final = "torchtitan's names and arrays; read as those of transformers"
+_LAYER_PATTERN: Final = re.compile(r"model\.layers\.([0-9]+)\.(.+)")
+_EXPERT_PATTERN: Final = re.compile(r"mlp\.experts\.([0-9]+)\.([a-z_]+)\.weight")
+_SPLIT_QKV_PATTERN: Final = re.compile(rf"(layers\.[0-9]+\.{re.escape(JOINED)})\.w([qkv])\.(weight|bias)")
+_INTERLEAVED_ROTARY_FAMILY: Final = "llama"
 """The family whose heads have neighbouring rows rotated there, and halves in transformers."""
 
 
@@ -83,8 +83,8 @@ def build_trainer_arrays(model: Model, there: Collection[str] | None = None) -> 
         if optional and there is not None and name not in there:
             continue
         plain = _strip_text_prefix(name)
-        layer = _LAYER.fullmatch(plain)
-        expert = _EXPERT.fullmatch(layer[2]) if layer is not None else None
+        layer = _LAYER_PATTERN.fullmatch(plain)
+        expert = _EXPERT_PATTERN.fullmatch(layer[2]) if layer is not None else None
         if layer is not None and expert is not None and expert[2] in EXPERTS:
             array = f"{_name_layer(model, layer[1])}.{ROUTED}.{EXPERTS[expert[2]]}"
             stacks.setdefault(array, {})[int(expert[1])] = name
@@ -110,15 +110,21 @@ def join_parameters(model: Model, arrays: Mapping[str, TensorFusion]) -> dict[st
     """
     joined: dict[str, TensorFusion] = {}
     for array, fusion in arrays.items():
-        split = _SPLIT.fullmatch(array)
+        split = _SPLIT_QKV_PATTERN.fullmatch(array)
         if split is None:
             joined[array] = fusion
         elif split[2] == "q":
             names = [arrays[f"{split[1]}.w{part}.{split[3]}"].tensors[0] for part in "qkv"]
             shapes = tuple(model.tensors[name].shape for name in names)
             head = _count_head_rows(model.tensors[names[1]])
-            own, places = f"{split[1]}.wqkv.{split[3]}", _join_groups(shapes, head, paired=model.family == _PAIRED)
-            whose = (names[index] for index, *_ in _list_group_parts(shapes, head, paired=model.family == _PAIRED))
+            own, places = (
+                f"{split[1]}.wqkv.{split[3]}",
+                _join_groups(shapes, head, paired=model.family == _INTERLEAVED_ROTARY_FAMILY),
+            )
+            whose = (
+                names[index]
+                for index, *_ in _list_group_parts(shapes, head, paired=model.family == _INTERLEAVED_ROTARY_FAMILY)
+            )
             joined[own] = TensorFusion(own, tuple(whose), places)
     return joined
 
@@ -129,7 +135,9 @@ def list_joined_names(names: Iterable[str]) -> list[str]:
     >>> list_joined_names(f"layers.0.attention.qkv_linear.w{part}.weight" for part in "qkv")
     ['layers.0.attention.qkv_linear.wqkv.weight']
     """
-    found = Counter(f"{split[1]}.wqkv.{split[3]}" for name in names if (split := _SPLIT.fullmatch(name)) is not None)
+    found = Counter(
+        f"{split[1]}.wqkv.{split[3]}" for name in names if (split := _SPLIT_QKV_PATTERN.fullmatch(name)) is not None
+    )
     return [name for name, count in found.items() if count == len("qkv")]
 
 
@@ -137,7 +145,7 @@ def list_balances(model: Model) -> dict[str, tuple[int, ...]]:
     """List the arrays that balance experts, with their shapes, for which transformers' class has no place."""
     if model.family not in BALANCED:
         return {}
-    found = ((_LAYER.fullmatch(_strip_text_prefix(each.name)), each) for each in model.own())
+    found = ((_LAYER_PATTERN.fullmatch(_strip_text_prefix(each.name)), each) for each in model.own())
     return {f"layers.{layer[1]}.{BALANCE}": each.shape[:1] for layer, each in found if layer and layer[2] in ROUTERS}
 
 
@@ -155,7 +163,7 @@ def bind_trainer_names(model: Model, stored: Manifest) -> Manifest:
         which = f"{format_first_few(left)}, which torchtitan adds to the scores of experts to balance them"
         warnings += (f"left behind: {which}; {model.architecture} of transformers adds nothing",)
     found = replace(stored, tensors=weights, warnings=warnings)
-    return bind_arrays(found, {**join_parameters(model, arrays), **arrays}, _NOTE)
+    return bind_arrays(found, {**join_parameters(model, arrays), **arrays}, _NAMING_SCHEME_NOTE)
 
 
 def leave_joined_states(stored: Manifest) -> Manifest:
@@ -199,12 +207,12 @@ def _find_names(model: Model, name: str) -> tuple[str, ...]:
         if (seen := re.fullmatch(pattern, name)) is not None:
             array = seen.expand(theirs)
             return tuple(array.replace("*", part) for part in "qkv") if "*" in array else (array,)
-    layer = _LAYER.fullmatch(name)
+    layer = _LAYER_PATTERN.fullmatch(name)
     if layer is None:
         return ()
     module, _, kind = layer[2].rpartition(".")
-    part = PARTS[model.family].get(module) if kind == "weight" or model.family != _PAIRED else None
-    own = f"{part}.{kind}" if part is not None and kind in _KINDS else PLAIN.get(layer[2])
+    part = PARTS[model.family].get(module) if kind == "weight" or model.family != _INTERLEAVED_ROTARY_FAMILY else None
+    own = f"{part}.{kind}" if part is not None and kind in _PARAMETER_NAMES else PLAIN.get(layer[2])
     found = DIVIDED.get(layer[2], (own,) if own is not None else ())
     return tuple(f"{_name_layer(model, layer[1])}.{each}" for each in found)
 
@@ -213,10 +221,10 @@ def _divide_rows(model: Model, tensor: ModelTensor, arrays: tuple[str, ...]) -> 
     """Return where a tensor is in each of some arrays: all of it in the one, or in each the rows of one section."""
     shape, array = tensor.shape, arrays[0]
     if len(arrays) == 1:
-        split = _SPLIT.fullmatch(array)
+        split = _SPLIT_QKV_PATTERN.fullmatch(array)
         if array.endswith(TURNED):
             return {array: transpose_tensor(shape)}
-        if model.family == _PAIRED and split is not None and split[2] != "v":
+        if model.family == _INTERLEAVED_ROTARY_FAMILY and split is not None and split[2] != "v":
             return {array: pair_rows(shape, _count_head_rows(tensor))}
         return {array: merge_last_dims(shape) if array == PATCHES else join_tensors((shape,))}
     sizes = [section.size for cut in tensor.spec.cuts[0] for section in cut.sections]

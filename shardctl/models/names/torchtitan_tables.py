@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 EMBEDDING: Final = "tok_embeddings.weight"
 ENDS: Final = {"model.embed_tokens.": "tok_embeddings.", "model.norm.": "norm.", "lm_head.": "lm_head."}
-_DENSE: Final = {
+_DENSE_LAYER_MODULES: Final = {
     "mlp.gate_proj": "feed_forward.w1",
     "mlp.up_proj": "feed_forward.w3",
     "mlp.down_proj": "feed_forward.w2",
@@ -24,11 +24,11 @@ _DENSE: Final = {
 }
 JOINED: Final = "attention.qkv_linear"
 """The module of queries, keys and values: `wq`, `wk` and `wv` in its state dict, and one parameter, `wqkv`."""
-_QKV: Final = {f"self_attn.{part}_proj": f"{JOINED}.w{part}" for part in "qkv"}
+_QKV_MODULES: Final = {f"self_attn.{part}_proj": f"{JOINED}.w{part}" for part in "qkv"}
 ROUTED: Final = "moe.routed_experts.inner_experts"
 EXPERTS: Final = {"gate_proj": "w1_EFD", "up_proj": "w3_EFD", "down_proj": "w2_EDF"}
-_ROUTER: Final = {"mlp.gate": "moe.router.gate"}
-_LATENT: Final = {
+_ROUTER_MODULES: Final = {"mlp.gate": "moe.router.gate"}
+_MLA_MODULES: Final = {
     **{f"self_attn.{part}": f"attention.{own}" for part, own in (("q_proj", "wq"), ("q_a_proj", "wq_a"))},
     **{f"self_attn.{part}": f"attention.{own}" for part, own in (("q_a_layernorm", "q_norm"), ("q_b_proj", "wq_b"))},
     "self_attn.kv_a_proj_with_mqa": "attention.wkv_a",
@@ -36,10 +36,10 @@ _LATENT: Final = {
     "self_attn.kv_b_proj": "attention.wkv_b",
     **{f"mlp.shared_experts.{part}": f"moe.shared_experts.{own[:2]}" for part, own in EXPERTS.items()},
 }
-_PREDICTING: Final = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "shared_head.norm": "mtp_norm"}
+_MTP_MODULES: Final = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "shared_head.norm": "mtp_norm"}
 _QK_NORMS: Final = {f"self_attn.{part}_norm": f"attention.{part}_norm" for part in "qk"}
-_DELTA: Final = {
-    **{key: part for key, part in _DENSE.items() if key != "self_attn.o_proj"},
+_QWEN3_5_MODULES: Final = {
+    **{key: part for key, part in _DENSE_LAYER_MODULES.items() if key != "self_attn.o_proj"},
     **{f"self_attn.{part}_proj": f"attn.w{part}" for part in "qkvo"},
     **{f"self_attn.{part}_norm": f"attn.{part}_norm" for part in "qk"},
     **{f"linear_attn.{part}": f"attn.{part}" for part in ("in_proj_z", "in_proj_a", "in_proj_b", "norm", "out_proj")},
@@ -48,13 +48,13 @@ _DELTA: Final = {
     "mlp.shared_expert_gate": "moe.shared_experts.gate",
 }
 PARTS: Final[Mapping[str, Mapping[str, str]]] = {
-    "llama": {**_DENSE, **_QKV},
-    "qwen3": {**_DENSE, **_QKV, **_QK_NORMS},
-    "qwen3_moe": {**_DENSE, **_QKV, **_QK_NORMS, **_ROUTER},
-    "gpt_oss": {**_DENSE, **_QKV, "mlp.router": "moe.router.gate"},
-    "deepseek_v3": {**_DENSE, **_LATENT, **_ROUTER, **_PREDICTING},
-    "kimi_k25": {**_DENSE, **_LATENT, **_ROUTER},
-    **{f"qwen3_5{kind}": _DELTA for kind in ("", "_moe", "_text", "_moe_text")},
+    "llama": {**_DENSE_LAYER_MODULES, **_QKV_MODULES},
+    "qwen3": {**_DENSE_LAYER_MODULES, **_QKV_MODULES, **_QK_NORMS},
+    "qwen3_moe": {**_DENSE_LAYER_MODULES, **_QKV_MODULES, **_QK_NORMS, **_ROUTER_MODULES},
+    "gpt_oss": {**_DENSE_LAYER_MODULES, **_QKV_MODULES, "mlp.router": "moe.router.gate"},
+    "deepseek_v3": {**_DENSE_LAYER_MODULES, **_MLA_MODULES, **_ROUTER_MODULES, **_MTP_MODULES},
+    "kimi_k25": {**_DENSE_LAYER_MODULES, **_MLA_MODULES, **_ROUTER_MODULES},
+    **{f"qwen3_5{kind}": _QWEN3_5_MODULES for kind in ("", "_moe", "_text", "_moe_text")},
 }
 """By family: the modules of a layer, as transformers and as torchtitan call them."""
 PLAIN: Final = {

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shardctl.models.tables.model import Model, ModelTensor
     from shardctl.tensors.manifest import Manifest
 
-_MATRIX: Final = 2
+_MATRIX_NDIM: Final = 2
 
 
 def bind_tabled_names(model: Model, stored: Manifest) -> Manifest:
@@ -54,7 +54,7 @@ def orient_matrices(model: Model, stored: Manifest) -> Manifest:
 
 def _is_transposed(tensor: ModelTensor) -> bool:
     """Return whether it is the weight of a `Conv1D`, and no table of embeddings."""
-    return len(tensor.shape) == _MATRIX and tensor.spec.where[0][0] == "layer" and not tensor.ties
+    return len(tensor.shape) == _MATRIX_NDIM and tensor.spec.where[0][0] == "layer" and not tensor.ties
 
 
 def _build_arrays(model: Model, trainer: TrainerNames) -> dict[str, TensorFusion]:

@@ -46,7 +46,7 @@ def _build_arrays(
     return whole | inside
 
 
-_LAYER: Final = "model.layers.{layer}."
+_LAYER_PREFIX: Final = "model.layers.{layer}."
 _TUNE_LAYER: Final = "layers.{layer}."
 _TUNE_ENDS: Final = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
@@ -68,7 +68,7 @@ _TUNE_QWEN: Final = {
     **{f"attn.{part}_norm.scale": f"self_attn.{part}_norm.weight" for part in "qk"},
 }
 _TUNE_PAIRED: Final = {
-    f"{_TUNE_LAYER}attn.{part}_proj.weight": TrainerArray((f"{_LAYER}self_attn.{part}_proj.weight",), "paired")
+    f"{_TUNE_LAYER}attn.{part}_proj.weight": TrainerArray((f"{_LAYER_PREFIX}self_attn.{part}_proj.weight",), "paired")
     for part in "qk"
 }
 _TUNE_GEMMA2: Final = {
@@ -97,8 +97,12 @@ _OLMO_PARTS: Final = {
     "ff_norm.weight": "post_feedforward_layernorm.weight",
 }
 _OLMO_JOINED: Final = {
-    f"{_OLMO_LAYER}att_proj.weight": TrainerArray(tuple(f"{_LAYER}self_attn.{part}_proj.weight" for part in "qkv")),
-    f"{_OLMO_LAYER}ff_proj.weight": TrainerArray(tuple(f"{_LAYER}mlp.{part}_proj.weight" for part in ("up", "gate"))),
+    f"{_OLMO_LAYER}att_proj.weight": TrainerArray(
+        tuple(f"{_LAYER_PREFIX}self_attn.{part}_proj.weight" for part in "qkv")
+    ),
+    f"{_OLMO_LAYER}ff_proj.weight": TrainerArray(
+        tuple(f"{_LAYER_PREFIX}mlp.{part}_proj.weight" for part in ("up", "gate"))
+    ),
 }
 _CORE_ENDS: Final = {
     "embeddings.weight": "model.embed_tokens.weight",
@@ -129,12 +133,12 @@ TRAINERS: Final = (
     TrainerNames(
         "torchtune",
         frozenset({"llama", "mistral", "gemma"}),
-        _build_arrays(_TUNE_ENDS, _TUNE_LAYER, _LAYER, {**_TUNE_COMMON, **_TUNE_NORM}) | _TUNE_PAIRED,
+        _build_arrays(_TUNE_ENDS, _TUNE_LAYER, _LAYER_PREFIX, {**_TUNE_COMMON, **_TUNE_NORM}) | _TUNE_PAIRED,
     ),
     TrainerNames(
         "torchtune",
         frozenset({"qwen2", "qwen3"}),
-        _build_arrays(_TUNE_ENDS, _TUNE_LAYER, _LAYER, {**_TUNE_COMMON, **_TUNE_NORM, **_TUNE_QWEN}),
+        _build_arrays(_TUNE_ENDS, _TUNE_LAYER, _LAYER_PREFIX, {**_TUNE_COMMON, **_TUNE_NORM, **_TUNE_QWEN}),
     ),
     TrainerNames(
         "torchtune",
@@ -142,7 +146,7 @@ TRAINERS: Final = (
         _build_arrays(
             {**_TUNE_ENDS, "norm.rms_norm.scale": "model.norm.weight"},
             _TUNE_LAYER,
-            _LAYER,
+            _LAYER_PREFIX,
             {**_TUNE_COMMON, **_TUNE_GEMMA2},
         )
         | _TUNE_PAIRED,
@@ -150,32 +154,34 @@ TRAINERS: Final = (
     TrainerNames(
         "torchtune",
         frozenset({"phi3"}),
-        _build_arrays(_TUNE_ENDS, _TUNE_LAYER, _LAYER, _TUNE_PHI3)
+        _build_arrays(_TUNE_ENDS, _TUNE_LAYER, _LAYER_PREFIX, _TUNE_PHI3)
         | {
             f"{_TUNE_LAYER}attn.{part}_proj.weight": TrainerArray(
-                (f"{_LAYER}self_attn.qkv_proj.weight",), section=number
+                (f"{_LAYER_PREFIX}self_attn.qkv_proj.weight",), section=number
             )
             for number, part in enumerate("qkv")
         }
         | {
-            f"{_TUNE_LAYER}mlp.{part}.weight": TrainerArray((f"{_LAYER}mlp.gate_up_proj.weight",), section=number)
+            f"{_TUNE_LAYER}mlp.{part}.weight": TrainerArray(
+                (f"{_LAYER_PREFIX}mlp.gate_up_proj.weight",), section=number
+            )
             for number, part in enumerate(("w1", "w3"))
         },
     ),
     TrainerNames(
         "OLMo",
         frozenset({"olmo", "olmo2"}),
-        _build_arrays(_OLMO_ENDS, _OLMO_LAYER, _LAYER, _OLMO_PARTS) | _OLMO_JOINED,
+        _build_arrays(_OLMO_ENDS, _OLMO_LAYER, _LAYER_PREFIX, _OLMO_PARTS) | _OLMO_JOINED,
     ),
     TrainerNames(
         "OLMo-core",
         frozenset({"olmo2", "olmo3"}),
-        _build_arrays(_CORE_ENDS, _CORE_LAYER, _LAYER, {**_CORE_PARTS, **_CORE_BEHIND}),
+        _build_arrays(_CORE_ENDS, _CORE_LAYER, _LAYER_PREFIX, {**_CORE_PARTS, **_CORE_BEHIND}),
     ),
     TrainerNames(
         "OLMo-core",
         frozenset({"llama", "qwen3"}),
-        _build_arrays(_CORE_ENDS, _CORE_LAYER, _LAYER, {**_CORE_PARTS, **_CORE_BEFORE}),
+        _build_arrays(_CORE_ENDS, _CORE_LAYER, _LAYER_PREFIX, {**_CORE_PARTS, **_CORE_BEFORE}),
     ),
 )
 """Trainers whose arrays are tensors of transformers under other names, joined, or in another order of rows."""

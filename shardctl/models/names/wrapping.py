@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from shardctl.models.tables.model import Model
     from shardctl.tensors.manifest import Manifest, Tensor, TrainingState
 
-_WRAPPERS: Final = frozenset(
+_WRAPPER_ATTRIBUTE_NAMES: Final = frozenset(
     {
         "_checkpoint_wrapped_module",
         "_forward_module",
@@ -119,7 +119,7 @@ def read_class_names(model: Model, stored: Manifest) -> Manifest:
 
 def remove_wrappers(stored: Manifest) -> Manifest:
     """Return `stored` without torch's and Lightning's wrapping modules in its names, which no model's class has."""
-    if not any(word in name for name in stored.tensors for word in _WRAPPERS):
+    if not any(word in name for name in stored.tensors for word in _WRAPPER_ATTRIBUTE_NAMES):
         return stored
     bare = _strip_all(stored.tensors.keys())
     if all(name == each for name, each in bare.items()):
@@ -161,7 +161,7 @@ def remove_prefix(model: Model, stored: Manifest, prefix: str, names: Mapping[st
 
 def strip_wrappers(name: str) -> str:
     """Return a name without the modules that torch and Lightning wrap others in."""
-    return ".".join(word for word in name.split(".") if word not in _WRAPPERS)
+    return ".".join(word for word in name.split(".") if word not in _WRAPPER_ATTRIBUTE_NAMES)
 
 
 def list_common_prefixes(names: Iterable[str]) -> list[str]:

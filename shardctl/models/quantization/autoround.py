@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from shardctl.models.quantization.storage import Names, WeightStorage
 
-_PACKERS: Final[Mapping[str, Callable[[ModelConfig], WeightStorage]]] = {
+_STORAGE_BUILDERS_BY_PACKING: Final[Mapping[str, Callable[[ModelConfig], WeightStorage]]] = {
     "auto_round": build_gptq_storage,
     "auto_round:gptq": build_gptq_storage,
     "auto_round:auto_gptq": build_gptq_storage,
@@ -28,15 +28,15 @@ _PACKERS: Final[Mapping[str, Callable[[ModelConfig], WeightStorage]]] = {
     "auto_round:auto_awq": build_awq_storage,
 }
 _WHOLE_BITS: Final = 16
-_SPECIAL: Final = re.compile(r"[*+?^$()\[\]{}|\\]")
+_REGEX_SYNTAX_PATTERN: Final = re.compile(r"[*+?^$()\[\]{}|\\]")
 """What makes a name of `extra_config` a regular expression."""
 
 
 def _parse_scheme(config: ModelConfig) -> QuantizationScheme:
     packing, kind = config.text("packing_format", "auto_round:auto_gptq").lower(), config.text("data_type", "int")
-    if packing not in _PACKERS or kind != "int":
+    if packing not in _STORAGE_BUILDERS_BY_PACKING or kind != "int":
         raise UnsupportedError(f"AutoRound's {kind} weights in the format {packing!r} are not known")
-    pack = _PACKERS[packing]
+    pack = _STORAGE_BUILDERS_BY_PACKING[packing]
 
     def build_storage(said: Mapping[str, object]) -> WeightStorage | None:
         own = {key: said.get(key, config.values.get(key)) for key in ("bits", "group_size")}
@@ -50,7 +50,7 @@ def _parse_scheme(config: ModelConfig) -> QuantizationScheme:
     rules = [
         (compile_expression(f".*(?:{name})", config.file, name), storage)
         for name, storage in storages.items()
-        if _SPECIAL.search(name)
+        if _REGEX_SYNTAX_PATTERN.search(name)
     ]
     blocks = _list_blocks(config)
 

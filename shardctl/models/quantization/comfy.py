@@ -46,17 +46,17 @@ if TYPE_CHECKING:
 
 METADATA_KEY: Final = "_quantization_metadata"
 """The key of a file's metadata that names the format of each layer."""
-_MARKER: Final = "scaled_fp8"
-_SCALE: Final = ".scale_weight"
-_LAYER: Final = ".comfy_quant"
-_ACTIVATIONS: Final = ("scale_input", "input_scale")
-_PREFIXES: Final = ("", "model.diffusion_model.", "diffusion_model.")
+_SCALED_FP8_MARKER: Final = "scaled_fp8"
+_SCALE_SUFFIX: Final = ".scale_weight"
+_LAYER_CONFIG_SUFFIX: Final = ".comfy_quant"
+_ACTIVATION_SCALE_NAMES: Final = ("scale_input", "input_scale")
+_MODEL_NAME_PREFIXES: Final = ("", "model.diffusion_model.", "diffusion_model.")
 """What may stand before the layers that a header names."""
 _LAYER_TEXT: Final = TextLimits(size=1 << 12, memory=1 << 16, depth=4)
 _HEADER_TEXT: Final = TextLimits(size=1 << 24, memory=1 << 28, depth=6)
 _BLOCK_OUTPUTS: Final = 128
 """Outputs of a block of scales in the order of cuBLAS, which has 4 scales of each (`to_blocked`)."""
-_PADDED: Final = {"mxfp8": 32, "nvfp4": 16}
+_GROUP_SIZES_BY_FORMAT: Final = {"mxfp8": 32, "nvfp4": 16}
 """By format: what ComfyUI pads rows and columns to, and inputs that share a scale."""
 _SCALAR_FORMS: Final = (*PER_TENSOR, *PER_ROW)
 
@@ -64,22 +64,22 @@ _SCALAR_FORMS: Final = (*PER_TENSOR, *PER_ROW)
 def find_comfy_weights(stored: Manifest, _config: Mapping[str, object]) -> StoredQuantization | None:
     """Find weights that ComfyUI's formats hold; None if there are none."""
     tensors, header = stored.tensors, stored.metadata.get(METADATA_KEY)
-    layers = [name.removesuffix(_LAYER) for name in tensors if name.endswith(_LAYER)]
+    layers = [name.removesuffix(_LAYER_CONFIG_SUFFIX) for name in tensors if name.endswith(_LAYER_CONFIG_SUFFIX)]
     if header is not None or layers:
         names = _parse_header(header, tensors) if header is not None else {}
         modules = dict.fromkeys((*layers, *names))
         listing = partial(_list_layers, tensors, modules, names)
         title = "ComfyUI comfy_quant"
     else:
-        modules = dict.fromkeys(name.removesuffix(_SCALE) for name in tensors if name.endswith(_SCALE))
+        modules = dict.fromkeys(name.removesuffix(_SCALE_SUFFIX) for name in tensors if name.endswith(_SCALE_SUFFIX))
         listing = partial(_list_scaled_weights, tensors, modules)
         title = "ComfyUI scaled fp8"
-    markers = {name for name in tensors if name.replace("/", ".").rpartition(".")[2] == _MARKER}
+    markers = {name for name in tensors if name.replace("/", ".").rpartition(".")[2] == _SCALED_FP8_MARKER}
     if not modules and not markers:
         return None
-    owns = ("weight", "scale_weight", "weight_scale", "weight_scale_2", "pre_quant_scale", *_ACTIVATIONS)
+    owns = ("weight", "scale_weight", "weight_scale", "weight_scale_2", "pre_quant_scale", *_ACTIVATION_SCALE_NAMES)
     arrays = {f"{module}.{own}" for module in modules for own in owns} & tensors.keys()
-    markers |= {f"{module}{_LAYER}" for module in modules} & tensors.keys()
+    markers |= {f"{module}{_LAYER_CONFIG_SUFFIX}" for module in modules} & tensors.keys()
     return StoredQuantization(
         title, listing, frozenset(arrays | markers), frozenset(markers), metadata_keys=(METADATA_KEY,)
     )
@@ -88,7 +88,7 @@ def find_comfy_weights(stored: Manifest, _config: Mapping[str, object]) -> Store
 def _list_scaled_weights(
     tensors: Mapping[str, Tensor], modules: Iterable[str], _listing: WeightListing
 ) -> Mapping[str, PackedWeight]:
-    return {f"{module}.weight": _build_scaled_floats(tensors, module, _SCALE) for module in modules}
+    return {f"{module}.weight": _build_scaled_floats(tensors, module, _SCALE_SUFFIX) for module in modules}
 
 
 def _list_layers(
@@ -107,17 +107,20 @@ def _build_layers(
     listing: WeightListing,
 ) -> Iterator[tuple[str, PackedWeight]]:
     for module in modules:
-        own = tensors.get(f"{module}{_LAYER}")
+        own = tensors.get(f"{module}{_LAYER_CONFIG_SUFFIX}")
         said = _read_layer(own, listing.read) if own is not None else header[module]
         kind = said.get("format")
-        build = _BUILDERS.get(kind) if isinstance(kind, str) else None
+        build = _WEIGHT_BUILDERS_BY_FORMAT.get(kind) if isinstance(kind, str) else None
         inner = said.get("params")
         turned = said.get("convrot", inner.get("convrot") if isinstance(inner, dict) else False)
         if build is None or turned:
             words = f"{kind!r:.50}{' with rotated inputs (convrot)' if turned else ''}"
             raise UnsupportedError(
                 f"{module}.weight is quantized in ComfyUI's format {words}, which shardctl does not decode",
-                hint=f"shardctl decodes {', '.join(_BUILDERS)}; leave --dtype out to keep the quantized weights",
+                hint=(
+                    f"shardctl decodes {', '.join(_WEIGHT_BUILDERS_BY_FORMAT)}; leave --dtype out to keep the quantized"
+                    " weights"
+                ),
             )
         yield f"{module}.weight", _trim_padding(build(tensors, module), tensors, module, listing)
 
@@ -154,7 +157,9 @@ def _parse_header(text: str, tensors: Mapping[str, Tensor]) -> Mapping[str, Mapp
     found: dict[str, Mapping[str, Any]] = {}
     lost: list[str] = []
     for name, value in layers.items():
-        module = next((f"{prefix}{name}" for prefix in _PREFIXES if f"{prefix}{name}.weight" in tensors), None)
+        module = next(
+            (f"{prefix}{name}" for prefix in _MODEL_NAME_PREFIXES if f"{prefix}{name}.weight" in tensors), None
+        )
         if module is None:
             lost.append(name)
         else:
@@ -220,7 +225,7 @@ def _build_integers(tensors: Mapping[str, Tensor], module: str) -> PackedWeight:
 
 def _locate_blocked_scale(tensors: Mapping[str, Tensor], module: str, kind: str, shape: tuple[int, int]) -> PackedArray:
     """Locate scales in the order of cuBLAS, of blocks of 128 outputs by 4 groups."""
-    group = _PADDED["mxfp8" if kind == "F8_E8M0" else "nvfp4"]
+    group = _GROUP_SIZES_BY_FORMAT["mxfp8" if kind == "F8_E8M0" else "nvfp4"]
     stored = _require(tensors, f"{module}.weight_scale", (kind, "U8"))
     tall, wide = -(-shape[0] // _BLOCK_OUTPUTS), -(-shape[1] // (4 * group))
     if stored.shape != (tall * _BLOCK_OUTPUTS, wide * 4):
@@ -239,7 +244,7 @@ def _build_mxfp8(tensors: Mapping[str, Tensor], module: str) -> PackedWeight:
     decoder = ScaledFloats(
         QuantizedArray("weight", FP8, (MATRIX,)),
         QuantizedArray("weight_scale", ("F8_E8M0",), (scale.form,)),
-        blocked=_PADDED["mxfp8"],
+        blocked=_GROUP_SIZES_BY_FORMAT["mxfp8"],
     )
     return PackedWeight(codes.shape, decoder, {"weight": PackedArray(codes.name, MATRIX), "weight_scale": scale})
 
@@ -262,13 +267,13 @@ def _build_nvfp4(tensors: Mapping[str, Tensor], module: str) -> PackedWeight:
         QuantizedArray("weight_scale", ("F8_E4M3",), (scale.form,)),
         QuantizedArray("weight_scale_2", FLOAT, ((),)),
         smoothing=QuantizedArray("pre_quant_scale", FLOAT, ((AlongDim(IN),),), optional=True),
-        blocked=_PADDED["nvfp4"],
+        blocked=_GROUP_SIZES_BY_FORMAT["nvfp4"],
         high_first=True,
     )
     return PackedWeight(shape, decoder, arrays)
 
 
-_BUILDERS: Final[Mapping[str, Callable[[Mapping[str, Tensor], str], PackedWeight]]] = {
+_WEIGHT_BUILDERS_BY_FORMAT: Final[Mapping[str, Callable[[Mapping[str, Tensor], str], PackedWeight]]] = {
     "float8_e4m3fn": _build_scaled_floats,
     "float8_e5m2": _build_scaled_floats,
     "mxfp8": _build_mxfp8,

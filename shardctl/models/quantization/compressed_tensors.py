@@ -42,18 +42,18 @@ if TYPE_CHECKING:
 
     from shardctl.models.quantization.storage import Names, WeightDecoder
 
-_LINEAR: Final = ("Linear", "LinearBase")
+_LINEAR_CLASS_NAMES: Final = ("Linear", "LinearBase")
 """Names of classes that mean every linear layer."""
-_BYTES: Final = 8
-_ZEROS: Final = ("I8", "I32", "U8", *FP8, *FLOAT)
-_MIXED: Final = "run of inputs, because act-order mixed their groups"
-_ACTIVATIONS: Final = tuple(
+_MAX_BITS_PER_WEIGHT: Final = 8
+_ZERO_POINT_DTYPES: Final = ("I8", "I32", "U8", *FP8, *FLOAT)
+_UNSPLITTABLE_INPUTS_LABEL: Final = "run of inputs, because act-order mixed their groups"
+_ACTIVATION_QUANTIZATION_ARRAYS: Final = tuple(
     QuantizedArray(f"{side}_{what}", kinds, PER_TENSOR, optional=True)
     for side in ("input", "output")
-    for what, kinds in (("scale", SCALE), ("zero_point", _ZEROS), ("global_scale", SCALE))
+    for what, kinds in (("scale", SCALE), ("zero_point", _ZERO_POINT_DTYPES), ("global_scale", SCALE))
 )
 """What static quantization of activations needs; the config decides it together with the calibration."""
-_WHOLE: Final = QuantizedArray("weight", (), (MATRIX,))
+_UNQUANTIZED_WEIGHT_ARRAY: Final = QuantizedArray("weight", (), (MATRIX,))
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class _GroupWeights:
     @cached_property
     def bits(self) -> int:
         bits = self.config.size("num_bits", 8)
-        if bits > _BYTES:
-            raise SourceError(f"config.json has num_bits = {bits} where 1 to {_BYTES} are expected")
+        if bits > _MAX_BITS_PER_WEIGHT:
+            raise SourceError(f"config.json has num_bits = {bits} where 1 to {_MAX_BITS_PER_WEIGHT} are expected")
         return bits
 
     @cached_property
@@ -101,7 +101,7 @@ class _GroupWeights:
         forms = self.scales()
         if self.form == "pack-quantized" and self.strategy in ("group", "channel"):
             return (QuantizedArray("weight_zero_point", ("I32",), ((build_packed_dim(OUT, self.bits), forms[0][1]),)),)
-        return (QuantizedArray("weight_zero_point", _ZEROS, forms),)
+        return (QuantizedArray("weight_zero_point", _ZERO_POINT_DTYPES, forms),)
 
     def order(self) -> tuple[QuantizedArray, ...]:
         """Return the group of each input, where act-order mixes them."""
@@ -118,17 +118,17 @@ class _GroupWeights:
         scale = QuantizedArray(
             "weight_scale", SCALE, self.scales(), plain=self.form in ("pack-quantized", "int-quantized")
         )
-        uncut = {IN: _MIXED} if self.mixed else {}
+        uncut = {IN: _UNSPLITTABLE_INPUTS_LABEL} if self.mixed else {}
         if self.form == "pack-quantized":
             codes = QuantizedArray("weight_packed", ("I32",), ((AlongDim(OUT), build_packed_dim(IN, self.bits)),))
             shape = QuantizedArray("weight_shape", ("I64", "I32"), ((2,),))
-            arrays = (codes, scale, *self.zeros(), *self.order(), shape, *_ACTIVATIONS)
+            arrays = (codes, scale, *self.zeros(), *self.order(), shape, *_ACTIVATION_QUANTIZATION_ARRAYS)
             return WeightStorage(arrays, uncut, decoder=self._build_decoder(codes, scale))
         if self.form in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):
             codes = QuantizedArray("weight_packed", ("U8",), (PAIRS,))
             whole = QuantizedArray("weight_global_scale", FLOAT, PER_TENSOR, optional=self.form.startswith("mx"))
             pairs = None if self.zeros() else PackedFloats(codes, scale, whole, divided=True, rounded="BF16")
-            return WeightStorage((codes, scale, whole, *self.zeros(), *_ACTIVATIONS), decoder=pairs)
+            return WeightStorage((codes, scale, whole, *self.zeros(), *_ACTIVATION_QUANTIZATION_ARRAYS), decoder=pairs)
         kinds = {
             "int-quantized": ("I8",),
             "float-quantized": FP8,
@@ -139,7 +139,9 @@ class _GroupWeights:
             raise UnsupportedError(f"the compressed-tensors format {self.form!r} is not known")
         codes = QuantizedArray("weight", kinds, (MATRIX,))
         decoder = self._build_decoder(codes, scale)
-        return WeightStorage((codes, scale, *self.zeros(), *self.order(), *_ACTIVATIONS), uncut, decoder=decoder)
+        return WeightStorage(
+            (codes, scale, *self.zeros(), *self.order(), *_ACTIVATION_QUANTIZATION_ARRAYS), uncut, decoder=decoder
+        )
 
     def _build_decoder(self, codes: QuantizedArray, scale: QuantizedArray) -> WeightDecoder | None:
         """Build what decodes weights whose codes are whole numbers, packed or not, or floats of a byte each."""
@@ -192,9 +194,11 @@ def _parse_group(group: ModelConfig, form: str) -> _ModuleGroup:
     if isinstance(weights, dict):
         storage = _GroupWeights(ModelConfig(weights), group.text("format", form)).storage()
     else:
-        storage = WeightStorage((_WHOLE, *_ACTIVATIONS))
+        storage = WeightStorage((_UNQUANTIZED_WEIGHT_ARRAY, *_ACTIVATION_QUANTIZATION_ARRAYS))
     return _ModuleGroup(
-        match_exact_names([t for t in targets if t not in _LINEAR]), any(t in _LINEAR for t in targets), storage
+        match_exact_names([t for t in targets if t not in _LINEAR_CLASS_NAMES]),
+        any(t in _LINEAR_CLASS_NAMES for t in targets),
+        storage,
     )
 
 

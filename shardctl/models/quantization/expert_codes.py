@@ -18,25 +18,29 @@ if TYPE_CHECKING:
     from shardctl.models.tables.model import Model
     from shardctl.tensors.manifest import Tensor
 
-_WEIGHT: Final = ".weight"
+_WEIGHT_SUFFIX: Final = ".weight"
 
 
 def list_weight_stacks(model: Model, weights: Collection[str]) -> Iterator[tuple[str, TensorFusion]]:
     """List the stacks of `weights` that files have, each with the name of its module."""
     for name, fusion in model.fusions.items():
-        if not fusion.stored or not name.endswith(_WEIGHT) or any(part not in weights for part in fusion.tensors):
+        if (
+            not fusion.stored
+            or not name.endswith(_WEIGHT_SUFFIX)
+            or any(part not in weights for part in fusion.tensors)
+        ):
             continue
         places = fusion.places
         whole = all(box.shape == shape for box, shape in zip(places.boxes, places.shapes, strict=True))
         if whole and places.shape == (len(fusion.tensors), *places.shapes[0]):
-            yield name.removesuffix(_WEIGHT), fusion
+            yield name.removesuffix(_WEIGHT_SUFFIX), fusion
 
 
 def list_stacked_parts(stack: TensorFusion, own: str, stored: Tensor) -> Iterator[tuple[str, Tensor]]:
     """List what a stored stack holds of each expert, by its name; `own` is what follows the module's name."""
     part = replace(stored, shape=stored.shape[1:], chunks=())
     for name in stack.tensors:
-        yield f"{name.removesuffix(_WEIGHT)}.{own}", part
+        yield f"{name.removesuffix(_WEIGHT_SUFFIX)}.{own}", part
 
 
 def stack_arrays_alike(
@@ -52,7 +56,7 @@ def stack_arrays_alike(
         if any(each is None or [(part.suffix, part.shape) for part in each.arrays] != alike for each in found):
             continue
         for suffix, shape in alike:
-            names = tuple(f"{name.removesuffix(_WEIGHT)}.{suffix}" for name in stack.tensors)
+            names = tuple(f"{name.removesuffix(_WEIGHT_SUFFIX)}.{suffix}" for name in stack.tensors)
             yield TensorFusion(f"{module}.{suffix}", names, _stack_shapes(shape, len(names)), stored=True)
 
 

@@ -23,15 +23,17 @@ from shardctl.base.value import state_class, value_class
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_SECONDS: Final = 20.0
+_MAX_MATCHING_SECONDS: Final = 20.0
 """Of processor time, for all names of a model. Those of DeepSeek-V3 take half a second."""
-_WAYS: Final = 1_000_000_000
+_MAX_MATCH_COMBINATIONS: Final = 1_000_000_000
 """In which one expression may match a name: seconds. With three repetitions, as released configs have, that is far."""
-_LENGTH: Final = 100
+_LONG_NAME_CHARACTERS: Final = 100
 """Characters of a long name, between any of which a repetition may end."""
-_LONGEST: Final = 1000
+_MAX_EXPRESSION_CHARACTERS: Final = 1000
 """Characters of an expression."""
-_MARKS: Final = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\((?:\?[^)]?)?|\)|\||[*+?]|\{[0-9]*,?[0-9]*\}|.", re.DOTALL)
+_REGEX_TOKEN_PATTERN: Final = re.compile(
+    r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\((?:\?[^)]?)?|\)|\||[*+?]|\{[0-9]*,?[0-9]*\}|.", re.DOTALL
+)
 """An escaped character, a set, a bracket, an alternative, a repetition, or any other character."""
 _spent: ContextVar[_MatchingTime | None] = ContextVar("time spent with matching", default=None)
 
@@ -50,7 +52,7 @@ class _MatchingTime:
     def add(self, seconds: float) -> bool:
         """Add those of one match; returns whether that is too much, by the clock and by the processor's."""
         self.seconds += seconds
-        return self.seconds > _SECONDS and thread_time() - self.start > _SECONDS
+        return self.seconds > _MAX_MATCHING_SECONDS and thread_time() - self.start > _MAX_MATCHING_SECONDS
 
 
 @value_class
@@ -67,7 +69,7 @@ class ModuleExpression:
         spent = _spent.get()
         if spent is not None and spent.add(perf_counter() - start):
             raise SourceError(
-                f"the regular expressions of {self.file} take more than {_SECONDS:.0f} seconds",
+                f"the regular expressions of {self.file} take more than {_MAX_MATCHING_SECONDS:.0f} seconds",
                 hint=f"the last was {self.compiled.pattern!r:.100}; fewer repetitions (* and +) are faster",
             )
         return found
@@ -86,7 +88,7 @@ def limit_matching() -> Iterator[None]:
 def compile_expression(expression: str, file: str, entry: str = "") -> ModuleExpression:
     """The expression; raises SourceError if it is none, or could take too long. `entry` is what the config has."""
     said = f"{file} has {entry or expression!r:.200}"
-    if len(expression) > _LONGEST or not _is_bounded(expression):
+    if len(expression) > _MAX_EXPRESSION_CHARACTERS or not _is_bounded(expression):
         raise SourceError(
             f"{said}, a regular expression that could take for ever",
             hint="write it without repetitions within repetitions, and with few of * and +",
@@ -105,7 +107,7 @@ def _is_bounded(expression: str) -> bool:
     """
     brackets, ways, repetitions = [_Bracket()], 1, 0
     closed = _Bracket()
-    for mark in _MARKS.findall(expression):
+    for mark in _REGEX_TOKEN_PATTERN.findall(expression):
         before, closed = closed, _Bracket()
         if mark.startswith("("):
             brackets.append(_Bracket())
@@ -125,8 +127,8 @@ def _is_bounded(expression: str) -> bool:
                 return False
             repetitions += not fixed
             brackets[-1].varies |= not fixed
-    lengths: int = _LENGTH**repetitions
-    return ways * brackets[0].alternatives * lengths <= _WAYS * factorial(repetitions)
+    lengths: int = _LONG_NAME_CHARACTERS**repetitions
+    return ways * brackets[0].alternatives * lengths <= _MAX_MATCH_COMBINATIONS * factorial(repetitions)
 
 
 @state_class

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Cuts = tuple[tuple[AxisPartition, ...], ...]
 """For each dim, the cuts in the order they are made."""
-_SPREADING: Final = ("fsdp", EXPERT_FSDP)
+_FSDP_AXES: Final = ("fsdp", EXPERT_FSDP)
 
 
 def compute_blocks(forms: Iterable[Form]) -> dict[int, int]:
@@ -47,14 +47,14 @@ def follow_cuts(
         tuple(
             _follow_cut(cut, shape[extent.dim], extent, together[extent.dim], uncut.get(extent.dim, ""))
             for cut in weight[extent.dim]
-            if cut.axis not in _SPREADING
+            if cut.axis not in _FSDP_AXES
         )
         if isinstance(extent, AlongDim)
         else ()
         for extent in form
     ]
     if any(isinstance(extent, AlongDim) for extent in form):
-        cuts[0] += tuple(cut for cut in weight[0] if cut.axis in _SPREADING)
+        cuts[0] += tuple(cut for cut in weight[0] if cut.axis in _FSDP_AXES)
     return tuple(cuts)
 
 

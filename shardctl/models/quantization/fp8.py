@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from shardctl.models.quantization.storage import Names
     from shardctl.models.tables.config import ModelConfig
 
-_CODES: Final = QuantizedArray("weight", FP8, (MATRIX,))
-_INPUT: Final = QuantizedArray("input_scale activation_scale", SCALE, PER_TENSOR, optional=True)
-_EXPONENTS: Final = ("F8_E8M0", *SCALE)
+_FP8_WEIGHT_ARRAY: Final = QuantizedArray("weight", FP8, (MATRIX,))
+_INPUT_SCALE_ARRAY: Final = QuantizedArray("input_scale activation_scale", SCALE, PER_TENSOR, optional=True)
+_SCALE_DTYPES: Final = ("F8_E8M0", *SCALE)
 _FP4_CODES: Final = QuantizedArray("weight", ("I8", "U8"), (PAIRS,))
-_FP4_SCALE: Final = QuantizedArray("scale weight_scale", _EXPONENTS, (build_block_form(1, 32),))
-_FP4: Final = WeightStorage((_FP4_CODES, _FP4_SCALE), decoder=PackedFloats(_FP4_CODES, _FP4_SCALE))
-_PREDICTING: Final = "mtp."
+_FP4_SCALE: Final = QuantizedArray("scale weight_scale", _SCALE_DTYPES, (build_block_form(1, 32),))
+_FP4_WEIGHT_STORAGE: Final = WeightStorage((_FP4_CODES, _FP4_SCALE), decoder=PackedFloats(_FP4_CODES, _FP4_SCALE))
+_MTP_NAME_PREFIX: Final = "mtp."
 """How the names of layers begin that predict further tokens, which ModelOpt leaves as they are."""
 _BLOCK_DIMS: Final = 2
 
@@ -58,17 +58,19 @@ def _parse_scheme(config: ModelConfig) -> QuantizationScheme:
     else:
         scale = QuantizedArray(
             "scale weight_scale_inv weight_scale" if experts else "weight_scale_inv weight_scale scale",
-            _EXPONENTS if experts else SCALE,
+            _SCALE_DTYPES if experts else SCALE,
             (build_block_form(*block),),
         )
-    storage = WeightStorage((_CODES, scale, _INPUT), decoder=ScaledFloats(_CODES, scale))
-    routed = _FP4 if experts == "fp4" else storage
+    storage = WeightStorage(
+        (_FP8_WEIGHT_ARRAY, scale, _INPUT_SCALE_ARRAY), decoder=ScaledFloats(_FP8_WEIGHT_ARRAY, scale)
+    )
+    routed = _FP4_WEIGHT_STORAGE if experts == "fp4" else storage
     again = _build_requantized_storage(config)
 
     def choose_storage(names: Names) -> WeightStorage:
         if ".experts." not in names[0]:
             return storage
-        return routed if again is None or any(name.startswith(_PREDICTING) for name in names) else again
+        return routed if again is None or any(name.startswith(_MTP_NAME_PREFIX) for name in names) else again
 
     return QuantizationScheme(
         choose_storage,
@@ -104,7 +106,7 @@ def _parse_fbgemm_scheme(config: ModelConfig) -> QuantizationScheme:
     listed = find_module_list(config, "modules_to_not_convert")
     bound = QuantizedArray("input_scale_ub", SCALE, PER_TENSOR, optional=True)
     scale = QuantizedArray("weight_scale", SCALE, PER_ROW)
-    storage = WeightStorage((_CODES, scale, bound), decoder=ScaledFloats(_CODES, scale))
+    storage = WeightStorage((_FP8_WEIGHT_ARRAY, scale, bound), decoder=ScaledFloats(_FP8_WEIGHT_ARRAY, scale))
     return QuantizationScheme(lambda _names: storage, match_name_parts(listed or ()), heads=listed is not None)
 
 

@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from shardctl.models.quantization.storage import Names
     from shardctl.models.tables.config import ModelConfig
 
-_BITS: Final = (2, 3, 4, 8)
-_FORMATS: Final = ("gptq", "gptq_v2")
+_SUPPORTED_BIT_WIDTHS: Final = (2, 3, 4, 8)
+_CHECKPOINT_FORMATS: Final = ("gptq", "gptq_v2")
 """Both have the same arrays; in the first, zeros are stored less one."""
-_MARLIN: Final = "marlin"
+_MARLIN_FORMAT: Final = "marlin"
 MIXED: Final = "run of inputs, because act-order (desc_act) mixed their groups"
 
 
@@ -47,8 +47,10 @@ def parse_bits_and_groups(config: ModelConfig, key: str = "bits") -> tuple[int, 
     Raises SourceError for numbers that no writer has.
     """
     bits = config.size(key, 4)
-    if bits not in _BITS:
-        raise SourceError(f"config.json has {key} = {bits} where one of {', '.join(map(str, _BITS))} is expected")
+    if bits not in _SUPPORTED_BIT_WIDTHS:
+        raise SourceError(
+            f"config.json has {key} = {bits} where one of {', '.join(map(str, _SUPPORTED_BIT_WIDTHS))} is expected"
+        )
     return bits, -1 if config.values.get("group_size") == -1 else config.size("group_size", 128)
 
 
@@ -65,11 +67,11 @@ def build_gptq_storage(config: ModelConfig) -> WeightStorage:
     """Build the arrays of a weight with the bits, groups and order that a config says."""
     form = config.text("checkpoint_format", "") or config.text("format", "gptq")
     if config.switch("is_marlin_format", default=False):  # as AutoGPTQ says it up to 0.7
-        form = _MARLIN
+        form = _MARLIN_FORMAT
     bits, group = parse_bits_and_groups(config)
-    if form.lower() == _MARLIN and bits == BITS:
+    if form.lower() == _MARLIN_FORMAT and bits == BITS:
         return build_marlin_storage("B", "s", group)
-    if form.lower() not in _FORMATS:
+    if form.lower() not in _CHECKPOINT_FORMATS:
         raise refuse_kernel_order(f"GPTQ weights in the format {form!r}", "gptq")
     mixed = config.switch("desc_act", default=False) and group > 0
     by_group = AlongDim(IN, group) if group > 0 else 1
@@ -82,7 +84,9 @@ def build_gptq_storage(config: ModelConfig) -> WeightStorage:
     return WeightStorage(
         (codes, zeros, scales, groups, bias),
         uncut={IN: MIXED} if mixed else {},
-        decoder=PackedByInput(codes, scales, zeros, bits, group, groups, less_one=form.lower() == _FORMATS[0]),
+        decoder=PackedByInput(
+            codes, scales, zeros, bits, group, groups, less_one=form.lower() == _CHECKPOINT_FORMATS[0]
+        ),
     )
 
 

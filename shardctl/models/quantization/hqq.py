@@ -28,16 +28,29 @@ if TYPE_CHECKING:
 
     from shardctl.models.quantization.storage import Form, Names
 
-_WHOLE: Final = "array of HQQ's groups, which only pp or ep can place"
-_PARAMETERS: Final = "weight_quant_params"
-_CODES: Final[Mapping[int, tuple[str, int]]] = {1: ("U8", 8), 2: ("U8", 4), 3: ("I32", 10), 4: ("U8", 2), 8: ("U8", 1)}
+_UNSPLITTABLE_ARRAY_LABEL: Final = "array of HQQ's groups, which only pp or ep can place"
+_WEIGHT_PARAMETERS_KEY: Final = "weight_quant_params"
+_PACKING_BY_BITS: Final[Mapping[int, tuple[str, int]]] = {
+    1: ("U8", 8),
+    2: ("U8", 4),
+    3: ("I32", 10),
+    4: ("U8", 2),
+    8: ("U8", 1),
+}
 """By bits of a code: the type of what codes share, and how many do."""
-_NUMBERS: Final = ("nbits", "group_size", "axis", "view_as_float", "quant_scale", "quant_zero")
-_REST: Final = ("offload_meta", "encoded_state_dict", "stores_quant_config", "channel_wise", "optimize", "round_zero")
-_SETTINGS: Final = (
+_NUMERIC_SETTING_NAMES: Final = ("nbits", "group_size", "axis", "view_as_float", "quant_scale", "quant_zero")
+_OPTIONAL_SETTING_NAMES: Final = (
+    "offload_meta",
+    "encoded_state_dict",
+    "stores_quant_config",
+    "channel_wise",
+    "optimize",
+    "round_zero",
+)
+_SETTING_ARRAYS: Final = (
     QuantizedArray("shape", ("I64",), ((2,),)),
-    *(QuantizedArray(name, ("I32", "U8", "F32"), ((), (1,))) for name in _NUMBERS),
-    *(QuantizedArray(name, ("U8", "I32"), ((), (1,)), optional=True) for name in _REST),
+    *(QuantizedArray(name, ("I32", "U8", "F32"), ((), (1,))) for name in _NUMERIC_SETTING_NAMES),
+    *(QuantizedArray(name, ("U8", "I32"), ((), (1,)), optional=True) for name in _OPTIONAL_SETTING_NAMES),
     QuantizedArray("packing", ("U8",), ((OpenDim(7),),)),
     QuantizedArray("compute_dtype", ("U8",), ((OpenDim(14),),)),
     QuantizedArray("unpack_view_dtype", ("U8",), ((OpenDim(11),),), optional=True),
@@ -46,14 +59,16 @@ _SETTINGS: Final = (
 
 def _build_storage(said: Mapping[str, Any], file: str) -> WeightStorage:
     """Build the arrays of a weight with HQQ's own settings (`BaseQuantizeConfig`)."""
-    parameters = said.get(_PARAMETERS)
+    parameters = said.get(_WEIGHT_PARAMETERS_KEY)
     if not isinstance(parameters, dict):
-        raise SourceError(f"{file} has a quant_config without {_PARAMETERS}")
+        raise SourceError(f"{file} has a quant_config without {_WEIGHT_PARAMETERS_KEY}")
     config = ModelConfig(parameters, file)
     bits, group = config.values.get("nbits", 4), config.size("group_size", 64)
-    if not isinstance(bits, int) or bits not in _CODES:
-        raise UnsupportedError(f"HQQ's weights of {bits!r:.20} bits are not known; shardctl knows {list(_CODES)}")
-    kind, together = _CODES[bits]
+    if not isinstance(bits, int) or bits not in _PACKING_BY_BITS:
+        raise UnsupportedError(
+            f"HQQ's weights of {bits!r:.20} bits are not known; shardctl knows {list(_PACKING_BY_BITS)}"
+        )
+    kind, together = _PACKING_BY_BITS[bits]
     by_row = config.count("axis", 1) == 1
     grouped, alone = OpenDim(block=group), OpenDim(1)
     codes: Form = (
@@ -64,17 +79,21 @@ def _build_storage(said: Mapping[str, Any], file: str) -> WeightStorage:
         codes=QuantizedArray("W_q", (kind, "U8", "I32"), (codes,)),
         scale=QuantizedArray("scale", FLOAT, (factors,), plain=True),
         zero=QuantizedArray("zero", FLOAT, (factors,), plain=True),
-        settings=_SETTINGS,
+        settings=_SETTING_ARRAYS,
     )
     bias = QuantizedArray("bias", FLOAT, ((AlongDim(OUT),),), optional=True)
-    return WeightStorage((decoder.codes, decoder.scale, decoder.zero, *_SETTINGS, bias), whole=_WHOLE, decoder=decoder)
+    return WeightStorage(
+        (decoder.codes, decoder.scale, decoder.zero, *_SETTING_ARRAYS, bias),
+        whole=_UNSPLITTABLE_ARRAY_LABEL,
+        decoder=decoder,
+    )
 
 
 def _parse_scheme(config: ModelConfig) -> QuantizationScheme:
     said = config.values.get("quant_config")
     if not isinstance(said, dict):
         raise SourceError(f"{config.file} has quant_config = {said!r:.200} where HQQ's settings are expected")
-    tags = said if _PARAMETERS not in said else {"": said}
+    tags = said if _WEIGHT_PARAMETERS_KEY not in said else {"": said}
     storages: dict[str, WeightStorage] = {}
     for tag, settings in tags.items():
         if settings is not None:

@@ -21,12 +21,14 @@ from shardctl.models.quantization.storage import (
 )
 
 BITS: Final = 4
-_WORDS: Final = TILE_INPUTS * TILE_OUTPUTS * BITS // 32
+_WORDS_PER_TILE: Final = TILE_INPUTS * TILE_OUTPUTS * BITS // 32
 
 
 def build_marlin_storage(codes: str, scales: str, group: int) -> WeightStorage:
     """Build the arrays of a weight of which `group` inputs share a scale, called `codes` and `scales`; -1 for all."""
-    block = QuantizedArray(codes, ("I32",), ((AlongDim(IN, TILE_INPUTS), AlongDim(OUT, TILE_OUTPUTS, _WORDS)),))
+    block = QuantizedArray(
+        codes, ("I32",), ((AlongDim(IN, TILE_INPUTS), AlongDim(OUT, TILE_OUTPUTS, _WORDS_PER_TILE)),)
+    )
     rows = AlongDim(IN, group) if group > 0 else 1
     scale = QuantizedArray(scales, FLOAT, ((rows, AlongDim(OUT, TILE_OUTPUTS, TILE_OUTPUTS)),), plain=True)
     bias = QuantizedArray("bias", FLOAT, ((AlongDim(OUT),),), optional=True)

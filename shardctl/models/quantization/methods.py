@@ -37,24 +37,26 @@ from shardctl.models.tables.config import ModelConfig
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_BITS: Final = (2, 4, 8)
-_LIST: Final = "modules_to_not_convert"
+_SUPPORTED_BIT_WIDTHS: Final = (2, 4, 8)
+_SKIPPED_MODULES_KEY: Final = "modules_to_not_convert"
 
 
 def _parse_scheme(config: ModelConfig) -> QuantizationScheme:
     bits, group = config.size("bits", 4), config.size("group_size", 64)
-    if bits not in _BITS:
-        raise SourceError(f"{config.file} has bits = {bits} where one of {', '.join(map(str, _BITS))} is expected")
+    if bits not in _SUPPORTED_BIT_WIDTHS:
+        raise SourceError(
+            f"{config.file} has bits = {bits} where one of {', '.join(map(str, _SUPPORTED_BIT_WIDTHS))} is expected"
+        )
     codes = QuantizedArray("weight", ("U32",), ((AlongDim(OUT), build_packed_dim(IN, bits)),))
     by_group = (build_block_form(1, group),)
     scales, biases = (QuantizedArray(name, FLOAT, by_group) for name in ("scales", "qbiases"))
     bias = QuantizedArray("bias", FLOAT, ((AlongDim(OUT),),), optional=True)
     storage = WeightStorage((codes, scales, biases, bias), decoder=AffineWords(codes, scales, biases, bits))
-    listed = find_module_list(config, _LIST)
+    listed = find_module_list(config, _SKIPPED_MODULES_KEY)
     return QuantizationScheme(lambda _names: storage, match_name_parts(listed or ()), heads=listed is not None)
 
 
-_METAL: Final = QuantizationMethod(("metal",), _parse_scheme, build_list_extension(_LIST))
+_METAL_METHOD: Final = QuantizationMethod(("metal",), _parse_scheme, build_list_extension(_SKIPPED_MODULES_KEY))
 
 
 def _refuse_packed(settings: ModelConfig) -> None:
@@ -69,19 +71,19 @@ def _refuse_packed(settings: ModelConfig) -> None:
     )
 
 
-_BITNET: Final = QuantizationMethod(("bitnet",), _refuse_packed)
+_BITNET_METHOD: Final = QuantizationMethod(("bitnet",), _refuse_packed)
 
 METHODS: Final[tuple[QuantizationMethod, ...]] = (
     AUTOROUND,
     AWQ,
-    _BITNET,
+    _BITNET_METHOD,
     BITSANDBYTES,
     COMPRESSED_TENSORS,
     FBGEMM,
     FINE_GRAINED,
     GPTQ,
     HQQ,
-    _METAL,
+    _METAL_METHOD,
     MODELOPT,
     QUARK,
     TORCHAO,

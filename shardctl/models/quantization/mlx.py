@@ -41,25 +41,25 @@ if TYPE_CHECKING:
     from shardctl.tensors.manifest import Manifest, Tensor
 
 _CONFIG_KEYS: Final = ("quantization", "quantization_config")
-_SCALES: Final = ".scales"
+_SCALES_SUFFIX: Final = ".scales"
 _STACK_DIMS: Final = 3
 _AFFINE_BITS: Final = (1, 2, 3, 4, 5, 6, 8)
 _AFFINE_GROUPS: Final = (32, 64, 128)
 _FLOAT_MODES: Final = {"mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}
 """By mode: bits of a code, and inputs that share a scale."""
-_DEFAULTS: Final = {"affine": (4, 64), **_FLOAT_MODES}
+_DEFAULT_PACKING_BY_MODE: Final = {"affine": (4, 64), **_FLOAT_MODES}
 _FLOAT_SCALES: Final = {"mxfp4": "U8", "mxfp8": "U8", "nvfp4": "F8_E4M3"}
 """What the bytes of scales are: exponents alone, or small floats."""
-_LARGEST: Final = 448.0 * 6.0
+_NVFP4_MAX_MAGNITUDE: Final = 448.0 * 6.0
 """The number that the largest magnitude of a weight becomes, of which nvfp4 may store a `global_scale` (448 is that of
 the scales, 6 that of the codes)."""
-_CHANGED: Final = {
+_CHANGES_BY_MODEL_TYPE: Final = {
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), "norms plus one"),
     **dict.fromkeys(("step3p5", "step3p7"), "norms plus one"),
     "falcon_h1": "weights with the model's multipliers in them",
 }
 """By `model_type`: values that mlx-lm changes under the same names and shapes (`sanitize` of its classes)."""
-_EXPERTS: Final = "switch_mlp."
+_EXPERT_STACK_PREFIX: Final = "switch_mlp."
 """What mlx-lm calls the stacks of a layer's experts."""
 _EXPERT_NAMES: Final = {"mlp": {}, "block_sparse_moe": {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}}
 """By the module around them: what the matrices are called on the Hub, if that differs."""
@@ -80,7 +80,7 @@ class _PackingSettings:
 
 def find_mlx_weights(stored: Manifest, config: Mapping[str, object]) -> StoredQuantization | None:
     """Find weights that MLX packed into words; None if there are none."""
-    modules = [name.removesuffix(_SCALES) for name in stored.tensors if name.endswith(_SCALES)]
+    modules = [name.removesuffix(_SCALES_SUFFIX) for name in stored.tensors if name.endswith(_SCALES_SUFFIX)]
     modules = [module for module in modules if _is_packed(stored.tensors.get(f"{module}.weight"))]
     if not modules:
         return None
@@ -129,7 +129,7 @@ def _choose_settings(
     tensors: Mapping[str, Tensor], module: str, declared: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 ) -> _PackingSettings:
     """Choose the settings that fit a module's arrays: its own in the config, those of all, or what the sizes leave."""
-    weight, scales = tensors[f"{module}.weight"], tensors[f"{module}{_SCALES}"]
+    weight, scales = tensors[f"{module}.weight"], tensors[f"{module}{_SCALES_SUFFIX}"]
     affine = scales.dtype.name in FLOAT
     for own in (declared.get(module), declared):
         settings = _read_settings(own) if isinstance(own, dict) else None
@@ -154,9 +154,12 @@ def _choose_settings(
 def _read_settings(values: Mapping[str, Any]) -> _PackingSettings | None:
     """Read settings of config.json; None for a mode or numbers that MLX does not have."""
     mode = values.get("mode", "affine")
-    if not isinstance(mode, str) or mode not in _DEFAULTS:
+    if not isinstance(mode, str) or mode not in _DEFAULT_PACKING_BY_MODE:
         return None
-    bits, group = values.get("bits") or _DEFAULTS[mode][0], values.get("group_size") or _DEFAULTS[mode][1]
+    bits, group = (
+        values.get("bits") or _DEFAULT_PACKING_BY_MODE[mode][0],
+        values.get("group_size") or _DEFAULT_PACKING_BY_MODE[mode][1],
+    )
     if mode in _FLOAT_MODES:
         return _PackingSettings(bits, group, mode) if (bits, group) == _FLOAT_MODES[mode] else None
     return _PackingSettings(bits, group) if bits in _AFFINE_BITS and isinstance(group, int) else None
@@ -176,9 +179,9 @@ def _list_weights(
 ) -> Mapping[str, PackedWeight]:
     """List the weights by their names on the Hub; raises UnsupportedError where MLX keeps other values than the Hub."""
     kind = str(config.get("model_type", ""))
-    if kind in _CHANGED:
+    if kind in _CHANGES_BY_MODEL_TYPE:
         raise UnsupportedError(
-            f"mlx-lm keeps {_CHANGED[kind]} for {kind}, which shardctl does not take back",
+            f"mlx-lm keeps {_CHANGES_BY_MODEL_TYPE[kind]} for {kind}, which shardctl does not take back",
             hint="take the original model, or decode this one with mlx_lm convert --dequantize on a Mac",
         )
     return dict(_build_weights(tensors, modules, declared, listing))
@@ -188,7 +191,7 @@ def _build_weights(
     tensors: Mapping[str, Tensor], modules: Iterable[str], declared: Mapping[str, Any], listing: WeightListing
 ) -> Iterator[tuple[str, PackedWeight]]:
     for module in modules:
-        weight, scales = tensors[f"{module}.weight"], tensors[f"{module}{_SCALES}"]
+        weight, scales = tensors[f"{module}.weight"], tensors[f"{module}{_SCALES_SUFFIX}"]
         settings = _choose_settings(tensors, module, declared, listing.shapes)
         shape = (*weight.shape[:-1], scales.shape[-1] * settings.group)
         stack = _list_expert_names(module, shape)
@@ -201,7 +204,7 @@ def _build_weights(
 
 def _list_expert_names(module: str, shape: tuple[int, ...]) -> tuple[str, ...]:
     """List what the Hub calls the matrices of a stack of experts; empty for anything else."""
-    around, _, own = module.rpartition(_EXPERTS)
+    around, _, own = module.rpartition(_EXPERT_STACK_PREFIX)
     parent = around.rstrip(".").rpartition(".")[2]
     if not around or parent not in _EXPERT_NAMES or len(shape) != _STACK_DIMS:
         return ()
@@ -217,7 +220,7 @@ def _build_arrays(
     tensors: Mapping[str, Tensor], module: str, settings: _PackingSettings, *, flat: bool
 ) -> tuple[WeightDecoder, Mapping[str, PackedArray]]:
     """Build what decodes a module's weight, and where its arrays are; `flat` reads all rows as those of one matrix."""
-    scales = f"{module}{_SCALES}"
+    scales = f"{module}{_SCALES_SUFFIX}"
     by_group = build_block_form(1, settings.group)
 
     def locate(name: str, form: Any, dtype: str = "", units: int = 1) -> PackedArray:  # noqa: ANN401 - a form
@@ -259,5 +262,5 @@ def _build_arrays(
     if flat and tensors[peak].shape:
         raise UnsupportedError(f"{peak} has the shape {list(tensors[peak].shape)} where one number is expected")
     whole = QuantizedArray("global_scale", ("F32",), ((),))
-    decoder = PackedFloats(codes, scale, whole, largest=_LARGEST)
+    decoder = PackedFloats(codes, scale, whole, largest=_NVFP4_MAX_MAGNITUDE)
     return decoder, {**located, "global_scale": PackedArray(peak, ())}

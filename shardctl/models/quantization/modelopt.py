@@ -46,18 +46,18 @@ if TYPE_CHECKING:
 
     from shardctl.models.quantization.storage import Names, WeightDecoder
 
-_MIXED: Final = "MIXED_PRECISION"
+_MIXED_PRECISION_ALGORITHM: Final = "MIXED_PRECISION"
 _FP8_CODES: Final = QuantizedArray("weight", FP8, (MATRIX,))
 _INT8_CODES: Final = QuantizedArray("weight", ("I8",), (MATRIX,))
 _INT4_CODES: Final = QuantizedArray("weight", ("U8",), ((AlongDim(OUT, 2), AlongDim(IN)),))
 """Two outputs a byte, the first in the lower half, each in two's complement (`pack_int4_in_uint8`)."""
 _FP4_CODES: Final = QuantizedArray("weight", ("U8",), (PAIRS,))
 """Two inputs a byte, the first in the lower half (torch/quantization/qtensor/nvfp4_tensor.py)."""
-_WHOLE: Final = QuantizedArray("weight_scale_2", FLOAT, PER_TENSOR[::-1])
-_INPUT: Final = QuantizedArray("input_scale", FLOAT, PER_TENSOR[::-1], optional=True)
-_SMOOTHING: Final = QuantizedArray("pre_quant_scale", FLOAT, ((AlongDim(IN),),), optional=True, plain=True)
+_GLOBAL_SCALE_ARRAY: Final = QuantizedArray("weight_scale_2", FLOAT, PER_TENSOR[::-1])
+_INPUT_SCALE_ARRAY: Final = QuantizedArray("input_scale", FLOAT, PER_TENSOR[::-1], optional=True)
+_PRE_QUANT_SCALE_ARRAY: Final = QuantizedArray("pre_quant_scale", FLOAT, ((AlongDim(IN),),), optional=True, plain=True)
 """What inputs are multiplied with; absent where the norm in front of the layer has taken it in."""
-_EXPONENTS: Final = ("U8", "F8_E8M0")
+_EXPONENT_SCALE_DTYPES: Final = ("U8", "F8_E8M0")
 
 
 @value_class
@@ -79,9 +79,14 @@ class _NumberFormat:
 
     def _build_decoder(self, scale: QuantizedArray) -> WeightDecoder:
         """Build what decodes the weights; W4A8_AWQ's second scale is that of the FP8 codes that its kernel computes."""
-        smoothing = _SMOOTHING if _SMOOTHING in self.more else None
+        smoothing = _PRE_QUANT_SCALE_ARRAY if _PRE_QUANT_SCALE_ARRAY in self.more else None
         if self.codes is _FP4_CODES:
-            return PackedFloats(self.codes, scale, _WHOLE if _WHOLE in self.more else None, smoothing=smoothing)
+            return PackedFloats(
+                self.codes,
+                scale,
+                _GLOBAL_SCALE_ARRAY if _GLOBAL_SCALE_ARRAY in self.more else None,
+                smoothing=smoothing,
+            )
         if self.codes is _FP8_CODES:
             return ScaledFloats(self.codes, scale)
         halved = self.codes is _INT4_CODES
@@ -114,36 +119,38 @@ def _scale_groups(*dtypes: str) -> Callable[[int], QuantizedArray]:
     return lambda group: QuantizedArray("weight_scale", dtypes, (build_block_form(1, group),))
 
 
-_NVFP4: Final = _NumberFormat(_FP4_CODES, _scale_groups("F8_E4M3", *SCALE), (_WHOLE, _INPUT), 16)
-_MXFP4: Final = _NumberFormat(_FP4_CODES, _scale_groups(*_EXPONENTS), (_INPUT,), 32)
-_AWQ: Final = _NumberFormat(_INT4_CODES, _scale_groups(*FLOAT), (_SMOOTHING,), 128)
-_ROWS: Final = _NumberFormat(_FP8_CODES, _scale_rows, (_INPUT,))
-_BLOCKS: Final = _NumberFormat(_FP8_CODES, _scale_blocks, (), 128)
+_NVFP4_FORMAT: Final = _NumberFormat(
+    _FP4_CODES, _scale_groups("F8_E4M3", *SCALE), (_GLOBAL_SCALE_ARRAY, _INPUT_SCALE_ARRAY), 16
+)
+_MXFP4_FORMAT: Final = _NumberFormat(_FP4_CODES, _scale_groups(*_EXPONENT_SCALE_DTYPES), (_INPUT_SCALE_ARRAY,), 32)
+_AWQ_FORMAT: Final = _NumberFormat(_INT4_CODES, _scale_groups(*FLOAT), (_PRE_QUANT_SCALE_ARRAY,), 128)
+_FP8_PER_CHANNEL_FORMAT: Final = _NumberFormat(_FP8_CODES, _scale_rows, (_INPUT_SCALE_ARRAY,))
+_FP8_BLOCK_FORMAT: Final = _NumberFormat(_FP8_CODES, _scale_blocks, (), 128)
 _NUMBER_FORMATS: Final[Mapping[str, _NumberFormat]] = {
-    "FP8": _NumberFormat(_FP8_CODES, _scale_tensor, (_INPUT,)),
-    "FP8_PER_CHANNEL_PER_TOKEN": _ROWS,
-    "FP8_PC_PT": _ROWS,
-    "FP8_PB_WO": _BLOCKS,
-    "FP8_PB_REAL": _BLOCKS,
-    "FP8_BLOCK_SCALES": _BLOCKS,
-    "NVFP4": _NVFP4,
-    "W4A16_NVFP4": _NVFP4,
-    "W4A8_NVFP4_FP8": _NVFP4,
-    "NVFP4_AWQ": replace(_NVFP4, more=(*_NVFP4.more, _SMOOTHING)),
-    "MXFP4": _MXFP4,
-    "W4A8_MXFP4_FP8": _MXFP4,
-    "MXFP8": _NumberFormat(_FP8_CODES, _scale_groups(*_EXPONENTS), (), 32),
-    "W4A16_AWQ": _AWQ,
-    "W4A8_AWQ": replace(_AWQ, more=(_WHOLE, _INPUT, _SMOOTHING)),
+    "FP8": _NumberFormat(_FP8_CODES, _scale_tensor, (_INPUT_SCALE_ARRAY,)),
+    "FP8_PER_CHANNEL_PER_TOKEN": _FP8_PER_CHANNEL_FORMAT,
+    "FP8_PC_PT": _FP8_PER_CHANNEL_FORMAT,
+    "FP8_PB_WO": _FP8_BLOCK_FORMAT,
+    "FP8_PB_REAL": _FP8_BLOCK_FORMAT,
+    "FP8_BLOCK_SCALES": _FP8_BLOCK_FORMAT,
+    "NVFP4": _NVFP4_FORMAT,
+    "W4A16_NVFP4": _NVFP4_FORMAT,
+    "W4A8_NVFP4_FP8": _NVFP4_FORMAT,
+    "NVFP4_AWQ": replace(_NVFP4_FORMAT, more=(*_NVFP4_FORMAT.more, _PRE_QUANT_SCALE_ARRAY)),
+    "MXFP4": _MXFP4_FORMAT,
+    "W4A8_MXFP4_FP8": _MXFP4_FORMAT,
+    "MXFP8": _NumberFormat(_FP8_CODES, _scale_groups(*_EXPONENT_SCALE_DTYPES), (), 32),
+    "W4A16_AWQ": _AWQ_FORMAT,
+    "W4A8_AWQ": replace(_AWQ_FORMAT, more=(_GLOBAL_SCALE_ARRAY, _INPUT_SCALE_ARRAY, _PRE_QUANT_SCALE_ARRAY)),
     "W8A16": _NumberFormat(_INT8_CODES, _scale_rows),
-    "W8A8_SQ_PER_CHANNEL": _NumberFormat(_INT8_CODES, _scale_rows, (_INPUT, _SMOOTHING)),
+    "W8A8_SQ_PER_CHANNEL": _NumberFormat(_INT8_CODES, _scale_rows, (_INPUT_SCALE_ARRAY, _PRE_QUANT_SCALE_ARRAY)),
 }
 """By `quant_algo` in capitals, which ModelOpt writes of some in small letters."""
 
 
 def _parse_scheme(config: ModelConfig) -> QuantizationScheme:
     algorithm = config.text("quant_algo", "").upper()
-    if algorithm == _MIXED:
+    if algorithm == _MIXED_PRECISION_ALGORITHM:
         return _parse_mixed_scheme(config)
     listed = find_module_list(config, "ignore", "exclude_modules")
     storage = build_modelopt_storage(config)
@@ -172,7 +179,8 @@ def _parse_mixed_scheme(config: ModelConfig) -> QuantizationScheme:
     layers = config.values.get("quantized_layers")
     if not isinstance(layers, dict) or not layers or not all(isinstance(layer, dict) for layer in layers.values()):
         raise SourceError(
-            f"{config.file} says {_MIXED}, and no table quantized_layers says which module has which precision",
+            f"{config.file} says {_MIXED_PRECISION_ALGORITHM}, and no table quantized_layers says which module has"
+            " which precision",
             hint=f"older checkpoints have it in {SIDECAR}, which must be beside {config.file}",
         )
     storages: dict[str, WeightStorage] = {}
@@ -185,7 +193,9 @@ def _parse_mixed_scheme(config: ModelConfig) -> QuantizationScheme:
         if storage is not None:
             storages[name] = storage
     if not storages:
-        raise UnsupportedError(f"{config.file} says {_MIXED}, but quantized_layers names no precision")
+        raise UnsupportedError(
+            f"{config.file} says {_MIXED_PRECISION_ALGORITHM}, but quantized_layers names no precision"
+        )
 
     def find(names: Names) -> WeightStorage | None:
         around = (around for name in names for around in list_enclosing_modules(name))

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from shardctl.models.quantization.storage import Names
     from shardctl.models.tables.config import ModelConfig
 
-_PLAIN: Final = re.compile(r"[\w.\-]+")
-_FILE: Final = "config.json"
-_WILDCARD: Final = frozenset("*?[")
-_MARK: Final = "re:"
+_LITERAL_NAME_PATTERN: Final = re.compile(r"[\w.\-]+")
+_CONFIG_FILE: Final = "config.json"
+_WILDCARD_CHARACTERS: Final = frozenset("*?[")
+_REGEX_PREFIX: Final = "re:"
 """What stands before a regular expression in the lists of compressed-tensors."""
 
 
@@ -72,9 +72,13 @@ def match_name_parts(entries: Sequence[str]) -> Callable[[Names], bool]:
     >>> [skipped((n,)) for n in ("model.layers.12.mlp.up_proj", "model.layers.1.mlp.up_proj")]
     [True, False]
     """
-    plain = [f".{entry.removeprefix('.').removesuffix('.')}." for entry in entries if _PLAIN.fullmatch(entry)]
+    plain = [
+        f".{entry.removeprefix('.').removesuffix('.')}." for entry in entries if _LITERAL_NAME_PATTERN.fullmatch(entry)
+    ]
     others = [
-        compile_expression(rf"(?:{entry})(?=\.|$)", _FILE, entry) for entry in entries if not _PLAIN.fullmatch(entry)
+        compile_expression(rf"(?:{entry})(?=\.|$)", _CONFIG_FILE, entry)
+        for entry in entries
+        if not _LITERAL_NAME_PATTERN.fullmatch(entry)
     ]
 
     def is_listed(names: Names) -> bool:
@@ -100,9 +104,11 @@ def match_exact_names(entries: Sequence[str]) -> Callable[[Names], bool]:
     >>> [ignored((n,)) for n in ("lm_head", "model.lm_head", "model.layers.0.self_attn.q_proj")]
     [True, False, True]
     """
-    plain = {entry for entry in entries if not entry.startswith(_MARK)}
+    plain = {entry for entry in entries if not entry.startswith(_REGEX_PREFIX)}
     others = [
-        compile_expression(entry.removeprefix(_MARK), _FILE, entry) for entry in entries if entry.startswith(_MARK)
+        compile_expression(entry.removeprefix(_REGEX_PREFIX), _CONFIG_FILE, entry)
+        for entry in entries
+        if entry.startswith(_REGEX_PREFIX)
     ]
     return lambda names: any(name in plain or any(expression.matches(name) for expression in others) for name in names)
 
@@ -118,9 +124,13 @@ def match_wildcards(entries: Sequence[str]) -> Callable[[Names], bool]:
     >>> [left((f"model.layers.{n}",)) for n in ("0.mlp.up_proj", "1.mlp.gate", "1.mlp.gate_proj")]
     [True, True, False]
     """
-    plain = {entry for entry in entries if _WILDCARD.isdisjoint(entry)}
-    begun = tuple(entry[:-1] for entry in entries if entry.endswith("*") and _WILDCARD.isdisjoint(entry[:-1]))
-    ended = tuple(entry[1:] for entry in entries if entry.startswith("*") and _WILDCARD.isdisjoint(entry[1:]))
+    plain = {entry for entry in entries if _WILDCARD_CHARACTERS.isdisjoint(entry)}
+    begun = tuple(
+        entry[:-1] for entry in entries if entry.endswith("*") and _WILDCARD_CHARACTERS.isdisjoint(entry[:-1])
+    )
+    ended = tuple(
+        entry[1:] for entry in entries if entry.startswith("*") and _WILDCARD_CHARACTERS.isdisjoint(entry[1:])
+    )
     simple = {*plain, *(f"{entry}*" for entry in begun), *(f"*{entry}" for entry in ended)}
     others = [re.compile(fnmatch.translate(entry)) for entry in entries if entry not in simple]
 

@@ -16,10 +16,12 @@ if TYPE_CHECKING:
 
     from shardctl.models.tables.model import Model
 
-_BLOCK: Final = 32
-_CODES: Final = QuantizedArray("blocks", ("U8",), ((AlongDim(OUT), AlongDim(IN, _BLOCK), _BLOCK // 2),))
-_SCALES: Final = QuantizedArray("scales", ("U8",), ((AlongDim(OUT), AlongDim(IN, _BLOCK)),))
-_DECODER: Final = PackedFloats(_CODES, _SCALES)
+_SCALE_BLOCK_ELEMENTS: Final = 32
+_PACKED_BLOCKS_ARRAY: Final = QuantizedArray(
+    "blocks", ("U8",), ((AlongDim(OUT), AlongDim(IN, _SCALE_BLOCK_ELEMENTS), _SCALE_BLOCK_ELEMENTS // 2),)
+)
+_BLOCK_SCALES_ARRAY: Final = QuantizedArray("scales", ("U8",), ((AlongDim(OUT), AlongDim(IN, _SCALE_BLOCK_ELEMENTS)),))
+_WEIGHT_DECODER: Final = PackedFloats(_PACKED_BLOCKS_ARRAY, _BLOCK_SCALES_ARRAY)
 
 
 def list_block_encodings(model: Model) -> Mapping[str, WeightEncoding]:
@@ -28,7 +30,7 @@ def list_block_encodings(model: Model) -> Mapping[str, WeightEncoding]:
     for name in model.plain.tensors if model.plain is not None else ():
         module, _, own = name.rpartition(".")
         arrays = []
-        for array in (_CODES, _SCALES):
+        for array in (_PACKED_BLOCKS_ARRAY, _BLOCK_SCALES_ARRAY):
             tensor = model.tensors.get(f"{name}_{array.name}")
             if tensor is not None:
                 suffix, form = f"{own}_{array.name}", array.forms[0]
@@ -37,7 +39,7 @@ def list_block_encodings(model: Model) -> Mapping[str, WeightEncoding]:
                     WeightArray(suffix, array.name, form, tensor.shape, tensor.dtype, cuts, tensor.row, False, ())
                 )
         if arrays:
-            found[name] = WeightEncoding(module, _DECODER, tuple(arrays), transposed=True)
+            found[name] = WeightEncoding(module, _WEIGHT_DECODER, tuple(arrays), transposed=True)
     return found
 
 

@@ -33,16 +33,16 @@ if TYPE_CHECKING:
     from shardctl.models.tables.model import Model
     from shardctl.tensors.manifest import Manifest, Tensor
 
-_WEIGHT: Final = ".weight"
+_WEIGHT_SUFFIX: Final = ".weight"
 _PLAIN_NAMES: Final = frozenset({"weight", "bias"})
-_MATRIX: Final = 2
+_MATRIX_NDIM: Final = 2
 _SPARED_DIMS: Final = ("experts ", "index_heads ")
 """The first dims of what nobody quantizes: routers, and the weights of an indexer's heads (`_keep_in_fp32_modules`)."""
 _CACHE_SCALES: Final = ("k_scale", "v_scale", "q_scale", "kv_scale")
 """Scales of the key/value cache, one a layer, which writers put beside the projections or in them."""
 
 
-_CACHED: Final = ("k_proj", "v_proj", "qkv_proj", "kv_b_proj")
+_KV_PROJECTION_NAMES: Final = ("k_proj", "v_proj", "qkv_proj", "kv_b_proj")
 """The projections beside which, or in which, they are."""
 
 
@@ -140,7 +140,7 @@ class _ModelQuantizer:
                 self.add_arrays(weight, parts, tensors)
             else:
                 tensors[name] = tensor
-            if weight.module.endswith(_CACHED):
+            if weight.module.endswith(_KV_PROJECTION_NAMES):
                 tensors |= {scale.name: scale for scale in self.cache_scales(weight)}
         fusions = {n: f for n, f in self.plain.fusions.items() if encodings.keys().isdisjoint(f.tensors)}
         fusions |= {stack.name: stack for stack in stack_arrays_alike(stacks, encodings)}
@@ -165,10 +165,10 @@ class _ModelQuantizer:
     def weight(self, tensor: ModelTensor) -> _QuantizableWeight | None:
         """Return the weight that `tensor` is; None if it cannot be quantized."""
         name = tensor.name
-        unfit = len(tensor.shape) != _MATRIX or tensor.free or tensor.ties or tensor.row.buffer
-        if unfit or not name.endswith(_WEIGHT):
+        unfit = len(tensor.shape) != _MATRIX_NDIM or tensor.free or tensor.ties or tensor.row.buffer
+        if unfit or not name.endswith(_WEIGHT_SUFFIX):
             return None
-        module = name[: -len(_WEIGHT)]
+        module = name[: -len(_WEIGHT_SUFFIX)]
         names = self.names(module)
         return _QuantizableWeight(tensor, module, names, self.scheme.storage(names))
 
@@ -356,7 +356,7 @@ class _ModelQuantizer:
     def cache_scales(self, weight: _QuantizableWeight) -> Iterator[ModelTensor]:
         """Yield the scales of the key/value cache that are stored beside or in this projection."""
         names = _list_cache_names(weight.module) if self.present else ()
-        rows = _list_cache_names(weight.tensor.row.name.removesuffix(_WEIGHT)) if names else ()
+        rows = _list_cache_names(weight.tensor.row.name.removesuffix(_WEIGHT_SUFFIX)) if names else ()
         for name, row in zip(names, rows, strict=True):
             stored = self.present.get(name)
             if stored is not None and stored.shape in ((), (1,)):
@@ -366,9 +366,9 @@ class _ModelQuantizer:
 
 
 def _list_cache_names(module: str) -> tuple[str, ...]:
-    if not module.endswith(_CACHED):
+    if not module.endswith(_KV_PROJECTION_NAMES):
         return ()
     parent, _, own = module.rpartition(".")
-    if own not in _CACHED:
+    if own not in _KV_PROJECTION_NAMES:
         return ()
     return tuple(f"{where}.{scale}" for where in (parent, module) for scale in _CACHE_SCALES)

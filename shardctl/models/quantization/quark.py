@@ -41,15 +41,15 @@ if TYPE_CHECKING:
 
     from shardctl.models.quantization.storage import Names
 
-_EXPONENTS: Final = ("U8", "F8_E8M0")
-_ZEROS: Final = ("I8", "I32", *FLOAT)
-_ACTIVATIONS: Final = tuple(
+_EXPONENT_SCALE_DTYPES: Final = ("U8", "F8_E8M0")
+_ZERO_POINT_DTYPES: Final = ("I8", "I32", *FLOAT)
+_ACTIVATION_QUANTIZATION_ARRAYS: Final = tuple(
     QuantizedArray(f"{side}_{what}", kinds, PER_TENSOR, optional=True)
     for side in ("input", "output")
-    for what, kinds in (("scale", FLOAT), ("zero_point", _ZEROS))
+    for what, kinds in (("scale", FLOAT), ("zero_point", _ZERO_POINT_DTYPES))
 )
 """Static scales of activations, and those of the cache, which Quark has as outputs of k_proj and v_proj."""
-_GROUP: Final = 32
+_DEFAULT_GROUP_SIZE: Final = 32
 """Inputs that share an exponent (OCP Microscaling Formats 1.0)."""
 
 
@@ -90,32 +90,44 @@ def _build_storage(said: object, config: ModelConfig) -> WeightStorage | None:
         raise UnsupportedError("Quark's weights of several number formats are not known")
     settings = ModelConfig(weights, config.file)
     kind, scheme = settings.text("dtype", ""), settings.text("qscheme", "")
-    group = settings.size("group_size", _GROUP) if scheme == "per_group" else 0
+    group = settings.size("group_size", _DEFAULT_GROUP_SIZE) if scheme == "per_group" else 0
     exponents = scheme == "per_group" and settings.text("scale_format", "e8m0") == "e8m0"
     if kind == "fp4" and exponents:
         codes = QuantizedArray("weight", ("U8",), (PAIRS,))
-        scale = QuantizedArray("weight_scale", _EXPONENTS, (build_block_form(1, group),))
-        return WeightStorage((codes, scale, *_ACTIVATIONS), decoder=PackedFloats(codes, scale))
-    if kind == "fp8_e4m3" and (exponents or scheme in _SCALES or scheme == "per_block"):
+        scale = QuantizedArray("weight_scale", _EXPONENT_SCALE_DTYPES, (build_block_form(1, group),))
+        return WeightStorage((codes, scale, *_ACTIVATION_QUANTIZATION_ARRAYS), decoder=PackedFloats(codes, scale))
+    if kind == "fp8_e4m3" and (exponents or scheme in _SCALE_SHAPES_BY_SCHEME or scheme == "per_block"):
         codes = QuantizedArray("weight", FP8, (MATRIX,))
-        scale = QuantizedArray("weight_scale", _EXPONENTS if exponents else SCALE, _list_scale_forms(settings))
-        return WeightStorage((codes, scale, *_ACTIVATIONS), decoder=ScaledFloats(codes, scale))
-    if kind == "int8" and scheme in _SCALES:
+        scale = QuantizedArray(
+            "weight_scale", _EXPONENT_SCALE_DTYPES if exponents else SCALE, _list_scale_forms(settings)
+        )
+        return WeightStorage((codes, scale, *_ACTIVATION_QUANTIZATION_ARRAYS), decoder=ScaledFloats(codes, scale))
+    if kind == "int8" and scheme in _SCALE_SHAPES_BY_SCHEME:
         codes = QuantizedArray("weight", ("I8",), (MATRIX,))
-        zeros = QuantizedArray("weight_zero_point", _ZEROS, _SCALES[scheme], optional=True)
-        return WeightStorage((codes, QuantizedArray("weight_scale", FLOAT, _SCALES[scheme]), zeros, *_ACTIVATIONS))
+        zeros = QuantizedArray("weight_zero_point", _ZERO_POINT_DTYPES, _SCALE_SHAPES_BY_SCHEME[scheme], optional=True)
+        return WeightStorage(
+            (
+                codes,
+                QuantizedArray("weight_scale", FLOAT, _SCALE_SHAPES_BY_SCHEME[scheme]),
+                zeros,
+                *_ACTIVATION_QUANTIZATION_ARRAYS,
+            )
+        )
     raise UnsupportedError(f"Quark's {kind or 'weights without dtype'} {scheme.replace('_', ' ')} is not known")
 
 
-_SCALES: Final[Mapping[str, tuple[Form, ...]]] = {"per_tensor": PER_TENSOR[::-1], "per_channel": PER_ROW[::-1]}
+_SCALE_SHAPES_BY_SCHEME: Final[Mapping[str, tuple[Form, ...]]] = {
+    "per_tensor": PER_TENSOR[::-1],
+    "per_channel": PER_ROW[::-1],
+}
 
 
 def _list_scale_forms(settings: ModelConfig) -> tuple[Form, ...]:
     scheme = settings.text("qscheme", "")
-    if scheme in _SCALES:
-        return _SCALES[scheme]
+    if scheme in _SCALE_SHAPES_BY_SCHEME:
+        return _SCALE_SHAPES_BY_SCHEME[scheme]
     if scheme == "per_group":
-        return (build_block_form(1, settings.size("group_size", _GROUP)),)
+        return (build_block_form(1, settings.size("group_size", _DEFAULT_GROUP_SIZE)),)
     block = parse_block_size(settings, "block_size")
     if block is None:
         raise SourceError(f"{settings.file} has weights per_block, and no block_size")

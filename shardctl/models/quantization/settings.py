@@ -17,7 +17,7 @@ QUANTIZATION_FILES: Final = frozenset({SIDECAR, "quant_config.json", "quantize_c
 VALUES_PLACE: Final = "{} (dequantized)"
 """What the place of a decoded weight's values is called in messages, by the name of the weight."""
 KEEP_HINT: Final = "leave --dtype out to keep the quantized weights as they are"
-_KEYS: Final = ("quantization_config", "compression_config")
+_QUANTIZATION_CONFIG_KEYS: Final = ("quantization_config", "compression_config")
 
 
 def find_quantization_config(config: Mapping[str, object]) -> ModelConfig | None:
@@ -27,7 +27,7 @@ def find_quantization_config(config: Mapping[str, object]) -> ModelConfig | None
     """
     text = config.get("text_config")
     for values in (config, text if isinstance(text, dict) else {}):
-        for key in _KEYS:
+        for key in _QUANTIZATION_CONFIG_KEYS:
             settings = values.get(key)
             if isinstance(settings, dict):
                 return _open_settings(settings)
@@ -68,13 +68,13 @@ def complete_config(config: Mapping[str, Any], sidecar: Mapping[str, Any]) -> tu
         )
     own = find_quantization_config(config)
     if own is None:
-        return {**config, _KEYS[0]: {"quant_method": "modelopt", **sidecar}}, ()
+        return {**config, _QUANTIZATION_CONFIG_KEYS[0]: {"quant_method": "modelopt", **sidecar}}, ()
     said, there = own.values.get("quant_algo"), inner.get("quant_algo")
     if said is not None and said == there:
         missing = {key: value for key, value in inner.items() if key not in own.values}
         if not missing:
             return config, ()
-        return {**config, _KEYS[0]: {**own.values, **missing}}, ()
+        return {**config, _QUANTIZATION_CONFIG_KEYS[0]: {**own.values, **missing}}, ()
     words = f"config.json says {said or name_method(own)}, and {SIDECAR} {there}"
     return config, ((f"{words}: config.json is followed, as vLLM does",) if there is not None else ())
 
@@ -90,7 +90,7 @@ def replace_quantization_settings(
     text = config.get("text_config")
     if isinstance(text, dict):
         found["text_config"] = replace_quantization_settings(text, change)
-    for key in _KEYS:
+    for key in _QUANTIZATION_CONFIG_KEYS:
         if isinstance(config.get(key), dict):
             found[key] = replace_file_settings(config[key], change)
     return found
@@ -107,5 +107,9 @@ def replace_file_settings(
 def drop_quantization_config(config: Mapping[str, object]) -> Mapping[str, object]:
     """Leave out of a config that the model is quantized."""
     text = config.get("text_config")
-    inner = {"text_config": {k: v for k, v in text.items() if k not in _KEYS}} if isinstance(text, dict) else {}
-    return {key: value for key, value in config.items() if key not in _KEYS} | inner
+    inner = (
+        {"text_config": {k: v for k, v in text.items() if k not in _QUANTIZATION_CONFIG_KEYS}}
+        if isinstance(text, dict)
+        else {}
+    )
+    return {key: value for key, value in config.items() if key not in _QUANTIZATION_CONFIG_KEYS} | inner

@@ -39,7 +39,7 @@ _UNDECODED_METHODS: Final = {
     "vptq": "VPTQ",
 }
 """By `quant_method` in small letters: what people call it."""
-_ARRAYS: Final = {
+_ARRAY_NAMES_BY_FORMAT: Final = {
     "AQLM": ("codes", "codebooks", "scales"),
     "EXL2 (ExLlamaV2)": ("q_weight", "q_scale", "q_groups"),
     "EXL3 (ExLlamaV3)": ("trellis", "svh"),
@@ -57,7 +57,7 @@ def _find_undecoded_weights(stored: Manifest, config: Mapping[str, object]) -> S
     method = name_method(settings) if settings is not None else ""
     if method in _UNDECODED_METHODS:
         return StoredQuantization(_UNDECODED_METHODS[method], None)
-    for title, owns in _ARRAYS.items():
+    for title, owns in _ARRAY_NAMES_BY_FORMAT.items():
         ending = f".{owns[-1]}"
         modules = [name.removesuffix(ending) for name in tensors if name.endswith(ending)]
         if any(all(f"{module}.{own}" in tensors for own in owns) for module in modules):
@@ -65,7 +65,7 @@ def _find_undecoded_weights(stored: Manifest, config: Mapping[str, object]) -> S
     return None
 
 
-_FINDERS: Final[tuple[Callable[[Manifest, Mapping[str, object]], StoredQuantization | None], ...]] = (
+_FORMAT_FINDERS: Final[tuple[Callable[[Manifest, Mapping[str, object]], StoredQuantization | None], ...]] = (
     find_mlx_weights,
     find_quanto_weights,
     find_comfy_weights,
@@ -78,7 +78,7 @@ def find_stored_quantization(stored: Manifest, config: Mapping[str, object] | No
     """Find how weights are quantized that lie under their stored names; None if nothing shows it."""
     if stored.dialect is not None:  # arrays of another library, which knows its own
         return None
-    found = (find(stored, config or {}) for find in _FINDERS)
+    found = (find(stored, config or {}) for find in _FORMAT_FINDERS)
     return next((each for each in found if each is not None), None)
 
 

@@ -37,31 +37,33 @@ if TYPE_CHECKING:
 
     from shardctl.models.quantization.storage import Form, Names
 
-_NAME: Final = "torchao"
-_LIST: Final = "tensor_names"
+_METHOD_NAME: Final = "torchao"
+_TENSOR_NAMES_KEY: Final = "tensor_names"
 """The key of a file's metadata that lists the tensors whose classes the other keys name."""
-_CLASS: Final = '{"_type":'
+_CLASS_JSON_PREFIX: Final = '{"_type":'
 """How what such a key says begins."""
-_PLAIN: Final = '{"_type": "Tensor"}'
+_PLAIN_TENSOR_JSON: Final = '{"_type": "Tensor"}'
 """What it says of a tensor that is not quantized."""
-_REGEX: Final = "re:"
-_USUAL: Final = "_default"
+_REGEX_PREFIX: Final = "re:"
+_DEFAULT_MODULE_KEY: Final = "_default"
 _NVFP4_GROUP: Final = 16
 _MX_GROUP: Final = 32
 _MX_CODES: Final = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float4_e2m1fn_x2": "U8"}
-_BLOCKED: Final = "row of scales, because those of 128 outputs are in the order of a kernel"
-_ROW: Final[Form] = (AlongDim(OUT), 1)
-_SMOOTHING: Final = QuantizedArray("_weight_act_pre_scale", FLOAT, ((AlongDim(IN),), (1, AlongDim(IN))), optional=True)
+_UNSPLITTABLE_SCALES_LABEL: Final = "row of scales, because those of 128 outputs are in the order of a kernel"
+_PER_ROW_SHAPE: Final[Form] = (AlongDim(OUT), 1)
+_ACTIVATION_PRE_SCALE_ARRAY: Final = QuantizedArray(
+    "_weight_act_pre_scale", FLOAT, ((AlongDim(IN),), (1, AlongDim(IN))), optional=True
+)
 """What inputs are multiplied with."""
-_ACTIVATIONS: Final = (
+_ACTIVATION_QUANTIZATION_ARRAYS: Final = (
     QuantizedArray("_weight_act_quant_scale", FLOAT, ((1, 1), (1,), ()), optional=True),
     QuantizedArray("_weight_act_quant_zero_point", ("I8", *FLOAT), ((1, 1), (1,), ()), optional=True),
-    _SMOOTHING,
+    _ACTIVATION_PRE_SCALE_ARRAY,
 )
 
 
 def _build_byte_storage(config: ModelConfig, dtype: str) -> WeightStorage:
-    form = _parse_granularity(config, "granularity", _ROW)
+    form = _parse_granularity(config, "granularity", _PER_ROW_SHAPE)
     return _build_integer_storage(form, dtype, optional_zeros=True)
 
 
@@ -69,8 +71,8 @@ def _build_integer_storage(form: Form, dtype: str, *, optional_zeros: bool) -> W
     codes = QuantizedArray("_weight_qdata", ("I8",), (MATRIX,))
     scale = QuantizedArray("_weight_scale", FLOAT, (form,))
     zero = QuantizedArray("_weight_zero_point", ("I8", *FLOAT), (form,), optional=optional_zeros)
-    decoder = ScaledIntegers(codes, scale, zero, rounded=dtype, smoothing=_SMOOTHING)
-    return WeightStorage((codes, scale, zero, *_ACTIVATIONS), decoder=decoder)
+    decoder = ScaledIntegers(codes, scale, zero, rounded=dtype, smoothing=_ACTIVATION_PRE_SCALE_ARRAY)
+    return WeightStorage((codes, scale, zero, *_ACTIVATION_QUANTIZATION_ARRAYS), decoder=decoder)
 
 
 def _build_float_storage(config: ModelConfig, dtype: str) -> WeightStorage:
@@ -80,10 +82,10 @@ def _build_float_storage(config: ModelConfig, dtype: str) -> WeightStorage:
     dynamic = "activation_dtype" in config.values
     codes = QuantizedArray("_weight_qdata", FP8, (MATRIX,))
     scale = QuantizedArray(
-        "_weight_scale", FLOAT, (_parse_granularity(config, "granularity", (1, 1) if dynamic else _ROW), ())
+        "_weight_scale", FLOAT, (_parse_granularity(config, "granularity", (1, 1) if dynamic else _PER_ROW_SHAPE), ())
     )
     decoder = ScaledFloats(codes, scale, rounded=dtype)
-    return WeightStorage((codes, scale, *_ACTIVATIONS[:2]), decoder=decoder)
+    return WeightStorage((codes, scale, *_ACTIVATION_QUANTIZATION_ARRAYS[:2]), decoder=decoder)
 
 
 def _build_small_storage(config: ModelConfig, dtype: str) -> WeightStorage:
@@ -92,7 +94,7 @@ def _build_small_storage(config: ModelConfig, dtype: str) -> WeightStorage:
     if packing != "UNPACKED_TO_INT8":
         raise _refuse_packing(packing)
     key = "weight_granularity" if "weight_granularity" in config.values else "granularity"
-    return _build_integer_storage(_parse_granularity(config, key, _ROW), dtype, optional_zeros=False)
+    return _build_integer_storage(_parse_granularity(config, key, _PER_ROW_SHAPE), dtype, optional_zeros=False)
 
 
 def _build_pair_storage(config: ModelConfig, _dtype: str) -> WeightStorage:
@@ -104,8 +106,10 @@ def _build_pair_storage(config: ModelConfig, _dtype: str) -> WeightStorage:
     codes = QuantizedArray("_weight_qdata", ("I8", "U8"), (PAIRS,))
     scale = QuantizedArray("_weight_scale", FLOAT, (form,), plain=True)
     zero = QuantizedArray("_weight_zero_point", FLOAT, (form,), plain=True)
-    decoder = ScaledIntegers(codes, scale, zero, halved=True, added=True, rounded="F32", smoothing=_SMOOTHING)
-    return WeightStorage((codes, scale, zero, _SMOOTHING), decoder=decoder)
+    decoder = ScaledIntegers(
+        codes, scale, zero, halved=True, added=True, rounded="F32", smoothing=_ACTIVATION_PRE_SCALE_ARRAY
+    )
+    return WeightStorage((codes, scale, zero, _ACTIVATION_PRE_SCALE_ARRAY), decoder=decoder)
 
 
 def _build_blocked_scale(dtype: str, group: int) -> QuantizedArray:
@@ -118,7 +122,7 @@ def _build_nvfp4_storage(_config: ModelConfig, dtype: str) -> WeightStorage:
     whole = QuantizedArray("_weight_per_tensor_scale", ("F32",), ((), (1,)), optional=True)
     inputs = QuantizedArray("_weight_act_per_tensor_scale", ("F32",), ((), (1,)), optional=True)
     decoder = PackedFloats(codes, scale, whole, rounded=dtype, blocked=_NVFP4_GROUP)
-    return WeightStorage((codes, scale, whole, inputs), uncut={IN: _BLOCKED}, decoder=decoder)
+    return WeightStorage((codes, scale, whole, inputs), uncut={IN: _UNSPLITTABLE_SCALES_LABEL}, decoder=decoder)
 
 
 def _build_mx_storage(config: ModelConfig, dtype: str) -> WeightStorage:
@@ -130,11 +134,13 @@ def _build_mx_storage(config: ModelConfig, dtype: str) -> WeightStorage:
     codes = QuantizedArray("_weight_qdata", (_MX_CODES[kind],), (MATRIX if _MX_CODES[kind] in FP8 else PAIRS,))
     decoder = ScaledFloats if _MX_CODES[kind] in FP8 else PackedFloats
     return WeightStorage(
-        (codes, scale), uncut={IN: _BLOCKED}, decoder=decoder(codes, scale, rounded=dtype, blocked=group)
+        (codes, scale),
+        uncut={IN: _UNSPLITTABLE_SCALES_LABEL},
+        decoder=decoder(codes, scale, rounded=dtype, blocked=group),
     )
 
 
-_BUILDERS: Final[Mapping[str, Callable[[ModelConfig, str], WeightStorage]]] = {
+_STORAGE_BUILDERS_BY_CONFIG: Final[Mapping[str, Callable[[ModelConfig, str], WeightStorage]]] = {
     "Int8WeightOnlyConfig": _build_byte_storage,
     "Int8DynamicActivationInt8WeightConfig": _build_byte_storage,
     "Int8StaticActivationInt8WeightConfig": _build_byte_storage,
@@ -170,7 +176,7 @@ def _parse_granularity(config: ModelConfig, key: str, usual: Form) -> Form:
     if kind == "PerTensor":
         return (1, 1)
     if kind in ("PerRow", "PerAxis") and said.values.get("dim", said.values.get("axis", 0)) in (-1, 0, 1):
-        return _ROW
+        return _PER_ROW_SHAPE
     if kind == "PerGroup":
         return build_block_form(1, said.size("group_size"))
     if kind == "PerBlock" and isinstance(block := said.values.get("block_size"), list) and len(block) == len(MATRIX):
@@ -229,44 +235,54 @@ def _list_rules(chosen: object, file: str, dtype: str) -> list[tuple[Callable[[s
     if not isinstance(table, dict):
         raise SourceError(f"{file} has no table of modules in its {kind}")
     storages = {name: _build_storage(each, file, dtype) if each is not None else None for name, each in table.items()}
-    exact = {name: storage for name, storage in storages.items() if name != _USUAL and not name.startswith(_REGEX)}
+    exact = {
+        name: storage
+        for name, storage in storages.items()
+        if name != _DEFAULT_MODULE_KEY and not name.startswith(_REGEX_PREFIX)
+    }
     rules: list[tuple[Callable[[str], bool], WeightStorage | None]] = [
         (lambda found, name=name: found in (name, name.removesuffix(".weight")), storage)  # type: ignore[misc]
         for name, storage in exact.items()
     ]
     for name, storage in storages.items():
-        if name.startswith(_REGEX):
-            expression = compile_expression(rf"(?:{name.removeprefix(_REGEX)})$", file, name)
+        if name.startswith(_REGEX_PREFIX):
+            expression = compile_expression(rf"(?:{name.removeprefix(_REGEX_PREFIX)})$", file, name)
             rules.append(
                 (
                     lambda found, e=expression: e.matches(found) or e.matches(f"{found}.weight"),  # type: ignore[misc]
                     storage,
                 )
             )
-    if _USUAL in storages:
-        rules.append((lambda _name: True, storages[_USUAL]))
+    if _DEFAULT_MODULE_KEY in storages:
+        rules.append((lambda _name: True, storages[_DEFAULT_MODULE_KEY]))
     return rules
 
 
 def _build_storage(value: object, file: str, dtype: str) -> WeightStorage:
     kind, said = _open_object(value, file, "quant_type")
-    if kind not in _BUILDERS:
-        raise UnsupportedError(f"torchao's {kind} is not known", hint=f"shardctl knows {', '.join(_BUILDERS)}")
-    return _BUILDERS[kind](said, dtype)
+    if kind not in _STORAGE_BUILDERS_BY_CONFIG:
+        raise UnsupportedError(
+            f"torchao's {kind} is not known", hint=f"shardctl knows {', '.join(_STORAGE_BUILDERS_BY_CONFIG)}"
+        )
+    return _STORAGE_BUILDERS_BY_CONFIG[kind](said, dtype)
 
 
 def mark_plain_tensors(metadata: Mapping[str, str], names: Collection[str]) -> Mapping[str, str]:
     """Return a file's metadata in which the tensors of these stored names are plain ones."""
-    if _LIST not in metadata:
+    if _TENSOR_NAMES_KEY not in metadata:
         return metadata
-    return {**metadata, **{name: _PLAIN for name in names if name in metadata}}
+    return {**metadata, **{name: _PLAIN_TENSOR_JSON for name in names if name in metadata}}
 
 
 def drop_torchao_metadata(metadata: Mapping[str, str]) -> Mapping[str, str]:
     """Leave out of a file's metadata of which classes its tensors are."""
-    if _LIST not in metadata:
+    if _TENSOR_NAMES_KEY not in metadata:
         return metadata
-    return {key: value for key, value in metadata.items() if key != _LIST and not value.startswith(_CLASS)}
+    return {
+        key: value
+        for key, value in metadata.items()
+        if key != _TENSOR_NAMES_KEY and not value.startswith(_CLASS_JSON_PREFIX)
+    }
 
 
-TORCHAO: Final = QuantizationMethod((_NAME,), _parse_scheme, build_list_extension("modules_to_not_convert"))
+TORCHAO: Final = QuantizationMethod((_METHOD_NAME,), _parse_scheme, build_list_extension("modules_to_not_convert"))

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from shardctl.models.tables.model import Model
     from shardctl.tensors.manifest import Manifest, Tensor
 
-_CODES: Final = (*FP8, "F4", "F6_E2M3", "F6_E3M2", "I8", "U8", "I32")
+_QUANTIZED_DTYPES: Final = (*FP8, "F4", "F6_E2M3", "F6_E3M2", "I8", "U8", "I32")
 """Types of codes; integers of 64 bits, and booleans, are what they say."""
-_MATRIX: Final = 2
+_MATRIX_NDIM: Final = 2
 
 
 def check_unexplained_codes(model: Model, stored: Manifest) -> tuple[str, ...]:
@@ -25,7 +25,7 @@ def check_unexplained_codes(model: Model, stored: Manifest) -> tuple[str, ...]:
     """
     if stored.dialect is not None:  # arrays of another library, which knows its own
         return ()
-    codes = [t for t in stored.tensors.values() if t.dtype.name in _CODES and len(t.shape) >= _MATRIX]
+    codes = [t for t in stored.tensors.values() if t.dtype.name in _QUANTIZED_DTYPES and len(t.shape) >= _MATRIX_NDIM]
     codes = [tensor for tensor in codes if not _is_buffer(model, tensor)]
     if not codes:
         return ()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 FP8_MOST: Final = np.float32(448)
 FP4_MOST: Final = np.float32(6)
-_WIDE: Final = "F32"
+_F32_DTYPE: Final = "F32"
 _FP4_BOUNDS: Final = np.array((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), np.float32)
 """Between neighbouring numbers of E2M1; those at odd places belong to the larger one, so that its code is even."""
 
@@ -38,7 +38,7 @@ def narrow_numbers(numbers: NDArray[np.float32], dtype: str) -> NDArray[Any]:
     """Return the bit patterns of numbers that were rounded to `dtype`."""
     with np.errstate(over="ignore", under="ignore"):
         rounded = np.ascontiguousarray(numbers).astype(COMPUTABLE[dtype])
-    return rounded.view(np.uint32 if dtype == _WIDE else np.uint16)
+    return rounded.view(np.uint32 if dtype == _F32_DTYPE else np.uint16)
 
 
 def round_to_codes(quotients: NDArray[np.float32], number: str, dtype: str) -> NDArray[np.uint8]:
@@ -46,7 +46,7 @@ def round_to_codes(quotients: NDArray[np.float32], number: str, dtype: str) -> N
 
     `dtype` is the type in which compressed-tensors has the quotients.
     """
-    if dtype != _WIDE:
+    if dtype != _F32_DTYPE:
         return np.take(_build_code_table(number, dtype), narrow_numbers(quotients, dtype), mode="clip")
     if number.startswith("int"):
         return _encode_directly(quotients, number)

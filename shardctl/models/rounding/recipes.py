@@ -100,26 +100,34 @@ def _build_float(bits: int, strategy: str, **more: object) -> dict[str, Any]:
 
 
 _BY_TOKEN: Final = _build_float(8, "token", dynamic=True)
-_EXPONENT: Final = {"scale_dtype": "torch.uint8"}
-_MX8: Final = _build_float(8, "group", group_size=32, **_EXPONENT)
-_MX4: Final = _build_float(4, "group", group_size=32, **_EXPONENT)
-_NV4: Final = _build_float(4, "tensor_group", group_size=16, scale_dtype="torch.float8_e4m3fn")
-_BLOCKS: Final = _build_float(8, "block", block_structure=[128, 128])
+_EXPONENT_SCALE_SETTINGS: Final = {"scale_dtype": "torch.uint8"}
+_MXFP8_SETTINGS: Final = _build_float(8, "group", group_size=32, **_EXPONENT_SCALE_SETTINGS)
+_MXFP4_SETTINGS: Final = _build_float(4, "group", group_size=32, **_EXPONENT_SCALE_SETTINGS)
+_NVFP4_SETTINGS: Final = _build_float(4, "tensor_group", group_size=16, scale_dtype="torch.float8_e4m3fn")
+_FP8_BLOCK_SETTINGS: Final = _build_float(8, "block", block_structure=[128, 128])
 _INPUT_GROUPS: Final = _build_float(8, "group", group_size=128, dynamic=True)
-_INT8: Final = {"num_bits": 8, "strategy": "channel", "type": "int"}
+_INT8_SETTINGS: Final = {"num_bits": 8, "strategy": "channel", "type": "int"}
 _INT8_INPUTS: Final = {"num_bits": 8, "strategy": "token", "type": "int", "dynamic": True}
-_INT4: Final = {"num_bits": 4, "strategy": "group", "group_size": 128, "type": "int"}
+_INT4_SETTINGS: Final = {"num_bits": 4, "strategy": "group", "group_size": 128, "type": "int"}
 RECIPES: Final = {
     recipe.name: recipe
     for recipe in (
-        RoundingRecipe("fp8-block", "float-quantized", "fp8", (128, 128), _BLOCKS, _INPUT_GROUPS),
+        RoundingRecipe("fp8-block", "float-quantized", "fp8", (128, 128), _FP8_BLOCK_SETTINGS, _INPUT_GROUPS),
         RoundingRecipe("fp8-channel", "float-quantized", "fp8", (1, 0), _build_float(8, "channel"), _BY_TOKEN),
         RoundingRecipe("fp8-tensor", "float-quantized", "fp8", (0, 0), _build_float(8, "tensor"), _BY_TOKEN),
-        RoundingRecipe("mxfp8", "mxfp8-quantized", "fp8", (1, 32), _MX8, {**_MX8, "dynamic": True}, "exponent"),
-        RoundingRecipe("mxfp4", "mxfp4-pack-quantized", "fp4", (1, 32), _MX4, None, "exponent"),
-        RoundingRecipe("nvfp4", "nvfp4-pack-quantized", "fp4", (1, 16), _NV4, None, "fp8"),
-        RoundingRecipe("int8", "int-quantized", "int8", (1, 0), _INT8, _INT8_INPUTS),
-        RoundingRecipe("int4", "pack-quantized", "int4", (1, 128), _INT4, None),
+        RoundingRecipe(
+            "mxfp8",
+            "mxfp8-quantized",
+            "fp8",
+            (1, 32),
+            _MXFP8_SETTINGS,
+            {**_MXFP8_SETTINGS, "dynamic": True},
+            "exponent",
+        ),
+        RoundingRecipe("mxfp4", "mxfp4-pack-quantized", "fp4", (1, 32), _MXFP4_SETTINGS, None, "exponent"),
+        RoundingRecipe("nvfp4", "nvfp4-pack-quantized", "fp4", (1, 16), _NVFP4_SETTINGS, None, "fp8"),
+        RoundingRecipe("int8", "int-quantized", "int8", (1, 0), _INT8_SETTINGS, _INT8_INPUTS),
+        RoundingRecipe("int4", "pack-quantized", "int4", (1, 128), _INT4_SETTINGS, None),
     )
 }
 """By name."""

@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from shardctl.tensors.bands import BandBuffer, ByteReader
     from shardctl.tensors.tiles import Span
 
-_STRIP: Final = 4 << 20
+_MAX_SINGLE_READ_BYTES: Final = 4 << 20
 """Bytes of a strip that is read at once; a larger one is read twice, for its scales and for its codes."""
 ROUNDING_BYTES: Final = 12 << 20
 """Memory that one thread needs: a strip, tiles of it as F32, and what they are read in."""
 REMEMBERED: Final = 8 << 20
 """Bytes of scales that are remembered at most."""
-_ENTRY: Final = 512
+_ENTRY_OVERHEAD_BYTES: Final = 512
 """Bytes that an entry takes beside its array."""
 
 
@@ -63,10 +63,10 @@ class ScaleMemory:
             if (module, strip) in self._found:
                 return
             self._found[module, strip] = scales
-            self._bytes += scales.nbytes + _ENTRY
+            self._bytes += scales.nbytes + _ENTRY_OVERHEAD_BYTES
             while self._bytes > REMEMBERED:
                 _, old = self._found.popitem(last=False)
-                self._bytes -= old.nbytes + _ENTRY
+                self._bytes -= old.nbytes + _ENTRY_OVERHEAD_BYTES
 
 
 @value_class
@@ -149,7 +149,7 @@ class RoundedWeight:
             return known, None
         height, width = self.matrix.shape
         rows = strip * self.strip, min((strip + 1) * self.strip, height)
-        parts, kept = [], (rows[1] - rows[0]) * width * self.matrix.item_bytes <= _STRIP
+        parts, kept = [], (rows[1] - rows[0]) * width * self.matrix.item_bytes <= _MAX_SINGLE_READ_BYTES
         bits = self.matrix.read_bits(reader, buffer, rows, (0, width)) if kept else None
         for part in self.matrix.split_rows(rows):
             tile = (

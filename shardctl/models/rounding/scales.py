@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from shardctl.models.rounding.recipes import RoundingRecipe
 
 _HALF_RANGES: Final = {"fp8": FP8_MOST, "fp4": FP4_MOST, "int8": np.float32(127.5), "int4": np.float32(7.5)}
-_EPSILONS: Final = {"BF16": 2.0**-7, "F16": 2.0**-10, "F32": 2.0**-23}
+_ZERO_BLOCK_SCALES: Final = {"BF16": 2.0**-7, "F16": 2.0**-10, "F32": 2.0**-23}
 """The scales of blocks of zeros alone."""
 _FP8_EPSILON: Final = 0.125
-_EXPONENTS: Final = {"BF16": (7, 8, 127), "F16": (10, 5, 15), "F32": (23, 8, 127)}
+_FLOAT_FORMAT_PARAMETERS: Final = {"BF16": (7, 8, 127), "F16": (10, 5, 15), "F32": (23, 8, 127)}
 """Bits of the mantissa, bits of the exponent, and its bias."""
-_OFFSETS: Final = {"fp8": 8, "fp4": 2}
+_MAX_VALUE_EXPONENTS: Final = {"fp8": 8, "fp4": 2}
 """The exponents of the largest numbers."""
-_TINIEST: Final = {"BF16": 2.0**-126, "F16": 2.0**-14, "F32": 2.0**-126}
-_BIAS: Final = 127
-_HALF: Final = 0.5
+_MIN_NORMAL_VALUES: Final = {"BF16": 2.0**-126, "F16": 2.0**-14, "F32": 2.0**-126}
+_E8M0_EXPONENT_BIAS: Final = 127
+_MIN_FREXP_FRACTION: Final = 0.5
 """The smallest fraction of a number."""
 _LEAST_F16: Final = -24
 
@@ -61,7 +61,7 @@ class ScaleRule:
     @cached_property
     def infinity(self) -> int:
         """The bits of infinity; NaNs have larger ones."""
-        mantissa, exponent, _ = _EXPONENTS[self.dtype]
+        mantissa, exponent, _ = _FLOAT_FORMAT_PARAMETERS[self.dtype]
         return ((1 << exponent) - 1) << mantissa
 
     def compute_scales(self, peaks: NDArray[Any], whole: float) -> NDArray[Any]:
@@ -75,7 +75,7 @@ class ScaleRule:
             return self._compute_exponents(peaks)
         scales = narrow_numbers(widen_bits(peaks, self.dtype) / _HALF_RANGES[self.recipe.number], self.dtype)
         if self.recipe.scale == "float":
-            scales[scales == 0] = narrow_numbers(np.array(_EPSILONS[self.dtype], np.float32), self.dtype)
+            scales[scales == 0] = narrow_numbers(np.array(_ZERO_BLOCK_SCALES[self.dtype], np.float32), self.dtype)
             return scales
         with np.errstate(over="ignore"):
             scaled = np.minimum(np.float32(whole) * widen_bits(scales, self.dtype), FP8_MOST)
@@ -86,32 +86,34 @@ class ScaleRule:
 
     def _compute_exponents(self, peaks: NDArray[Any]) -> NDArray[np.uint8]:
         """Compute biased powers of two: exponents of peaks, from 7/8 of the next power on that one, less an offset."""
-        mantissa, _, bias = _EXPONENTS[self.dtype]
+        mantissa, _, bias = _FLOAT_FORMAT_PARAMETERS[self.dtype]
         fields = (peaks.astype(np.int64) + (1 << (mantissa - 2))) >> mantissa
-        found = fields - bias + _BIAS - _OFFSETS[self.recipe.number]
+        found = fields - bias + _E8M0_EXPONENT_BIAS - _MAX_VALUE_EXPONENTS[self.recipe.number]
         found = np.where(fields == 0, 0, np.clip(found, 0, 255))
         if self.dtype == "F16":  # whose own powers of two end there, so that compressed-tensors has zeros, then ones
-            found = np.where(found < _LEAST_F16 + _BIAS, _BIAS, found)
+            found = np.where(found < _LEAST_F16 + _E8M0_EXPONENT_BIAS, _E8M0_EXPONENT_BIAS, found)
         return found.astype(np.uint8)
 
     def _compute_exact_exponents(self, peaks: NDArray[Any]) -> NDArray[np.uint8]:
         """Compute biased powers of two: the smallest with which the largest code holds the peak."""
         fractions, exponents = np.frexp(widen_bits(peaks, self.dtype) / FP8_MOST)
-        found = np.where(fractions > _HALF, exponents, exponents - 1)
-        biased: NDArray[np.uint8] = np.clip(np.where(fractions == 0, 0, found) + _BIAS, 0, 2 * _BIAS).astype(np.uint8)
+        found = np.where(fractions > _MIN_FREXP_FRACTION, exponents, exponents - 1)
+        biased: NDArray[np.uint8] = np.clip(
+            np.where(fractions == 0, 0, found) + _E8M0_EXPONENT_BIAS, 0, 2 * _E8M0_EXPONENT_BIAS
+        ).astype(np.uint8)
         return biased
 
     def find_overflow(self, peaks: NDArray[Any]) -> bool:
         """Return whether a scale would be infinite, whereupon compressed-tensors has zeros for the whole block."""
         if self.recipe.scale != "exponent":
             return False
-        mantissa, _, _ = _EXPONENTS[self.dtype]
+        mantissa, _, _ = _FLOAT_FORMAT_PARAMETERS[self.dtype]
         return bool(peaks.size) and int(peaks.max()) + (1 << (mantissa - 2)) >= self.infinity
 
     def compute_divisors(self, scales: NDArray[Any], whole: float) -> NDArray[np.float32]:
         """Compute what the weights are divided by, from the bits of stored scales."""
         if self.recipe.scale in ("exponent", "exact"):
-            powers: NDArray[np.float32] = np.ldexp(np.float32(1), scales.astype(np.int32) - _BIAS)
+            powers: NDArray[np.float32] = np.ldexp(np.float32(1), scales.astype(np.int32) - _E8M0_EXPONENT_BIAS)
             return powers
         if self.recipe.scale == "fp8":
             numbers: NDArray[np.float32] = scales.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
@@ -123,7 +125,7 @@ class ScaleRule:
 
         Of zeros alone it is one.
         """
-        largest: NDArray[np.float32] = np.maximum(self._read_number(peak), np.float32(_TINIEST[self.dtype]))
+        largest: NDArray[np.float32] = np.maximum(self._read_number(peak), np.float32(_MIN_NORMAL_VALUES[self.dtype]))
         with np.errstate(over="ignore"):  # torch multiplies with the reciprocal, which it rounds before
             found = self._round_number(self._round_number(np.reciprocal(largest)) * (FP8_MOST * FP4_MOST))
         if np.isfinite(found[0]):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 TILE: Final = 1 << 18
 """Elements that are worked on at once, more or less: as F32 they take 1 MiB."""
-_HINT: Final = "leave it as it is with --quantize-ignore {}"
+_IGNORE_MODULE_HINT: Final = "leave it as it is with --quantize-ignore {}"
 
 
 @value_class
@@ -86,12 +86,12 @@ class StoredMatrix:
             raise SourceError(
                 f"{self.module}.weight has elements that are infinite or not a number, and {rule.recipe.name} has no "
                 "scale for the block around them",
-                hint=_HINT.format(self.module),
+                hint=_IGNORE_MODULE_HINT.format(self.module),
             )
         if rule.find_overflow(peaks):
             raise SourceError(
                 f"{self.module}.weight has elements so large that their scale in {rule.recipe.name} would be infinite",
-                hint=_HINT.format(self.module),
+                hint=_IGNORE_MODULE_HINT.format(self.module),
             )
 
 

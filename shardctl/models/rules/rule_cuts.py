@@ -17,8 +17,12 @@ from shardctl.tensors.placement import AxisPartition, PartitionSection
 
 CUTTING: Final = ("tp", "fsdp", "ep", "etp")
 """The mesh axes that can cut a dim."""
-_OTHER: Final = {"pp": "pp places whole layers: see [layers]", "dp": "dp holds copies", "cp": "cp holds copies"}
-_SECTION: Final = re.compile(r"(?P<count>[1-9]\d{0,11})x(?P<unit>[1-9]\d{0,11})(?P<shared> shared)?")
+_UNPARTITIONED_AXIS_REASONS: Final = {
+    "pp": "pp places whole layers: see [layers]",
+    "dp": "dp holds copies",
+    "cp": "cp holds copies",
+}
+_PARTITION_SECTION_PATTERN: Final = re.compile(r"(?P<count>[1-9]\d{0,11})x(?P<unit>[1-9]\d{0,11})(?P<shared> shared)?")
 
 
 @value_class
@@ -87,7 +91,7 @@ def parse_rule(pattern: str, dims: object, path: str) -> Rule:
     flat = [written.axis for dim in rule.dims for written in dim]
     for axis in flat:
         if axis not in CUTTING:
-            why = f"; {_OTHER[axis]}" if axis in _OTHER else ""
+            why = f"; {_UNPARTITIONED_AXIS_REASONS[axis]}" if axis in _UNPARTITIONED_AXIS_REASONS else ""
             raise UsageError(f"{where} names {axis!r}, which cuts no dim{why}", hint=f'use {", ".join(CUTTING)} or ""')
         if flat.count(axis) > 1:
             raise UsageError(f"{where} cuts with {axis} twice")
@@ -114,7 +118,7 @@ def _parse_cut(text: str, where: str) -> WrittenPartition:
         return WrittenPartition(text if axis not in CUTTING else axis)
     if rest == "unevenly":
         return WrittenPartition(axis, ())
-    found = [_SECTION.fullmatch(part) for part in rest.removeprefix("of ").split(" + ")]
+    found = [_PARTITION_SECTION_PATTERN.fullmatch(part) for part in rest.removeprefix("of ").split(" + ")]
     if not rest.startswith("of ") or not all(found):
         raise UsageError(
             f"{where} has the cut {text!r}, which is not understood",

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from shardctl.tensors.manifest import Manifest
     from shardctl.tensors.placement import Where
 
-_FIELDS: Final = ("to", "stacked", "shape", "transposed")
-_NUMBER: Final = re.compile(r"\{([a-z_]+)\}")
-_MATRIX: Final = 2
+_RULE_FIELD_NAMES: Final = ("to", "stacked", "shape", "transposed")
+_PLACEHOLDER_PATTERN: Final = re.compile(r"\{([a-z_]+)\}")
+_MATRIX_NDIM: Final = 2
 
 
 @value_class
@@ -64,7 +64,7 @@ class _NamingLine:
             return
         if not 0 <= self.stacked < len(stored.shape):
             raise UsageError(f"[names] says stacked = {self.stacked} of {stored.name}, which is {list(stored.shape)}")
-        (counted,) = set(_NUMBER.findall(self.to)) - numbers.keys()
+        (counted,) = set(_PLACEHOLDER_PATTERN.findall(self.to)) - numbers.keys()
         rest = (*stored.shape[: self.stacked], *stored.shape[self.stacked + 1 :])
         strides = (*where.strides[: self.stacked], *where.strides[self.stacked + 1 :])
         for index in range(stored.shape[self.stacked]):
@@ -75,7 +75,7 @@ class _NamingLine:
         views = [_RowView(0, shape, 0, where.strides)]
         if self.shape is not None:
             shape, views = _reshape_array(stored.name, shape, where.strides, self.shape)
-        if self.transposed and len(shape) != _MATRIX:
+        if self.transposed and len(shape) != _MATRIX_NDIM:
             raise UsageError(f"[names] transposes {stored.name}, but it is {list(shape)}")
         turn = -1 if self.transposed else 1
         chunks = []
@@ -335,8 +335,10 @@ def _parse_names(table: Mapping[str, object], path: str) -> _NamingTable | None:
 def _parse_line(pattern: str, said: object, path: str) -> _NamingLine:
     where = f"the name {pattern!r} of {path}"
     fields: dict[str, object] = {"to": said} if isinstance(said, str) else dict(said) if isinstance(said, dict) else {}
-    if "to" not in fields or not fields.keys() <= set(_FIELDS):
-        raise UsageError(f"{where} is not understood", hint=f"write a name, or a table of {', '.join(_FIELDS)}")
+    if "to" not in fields or not fields.keys() <= set(_RULE_FIELD_NAMES):
+        raise UsageError(
+            f"{where} is not understood", hint=f"write a name, or a table of {', '.join(_RULE_FIELD_NAMES)}"
+        )
     to, stacked = fields["to"], fields.get("stacked")
     shape, transposed = fields.get("shape"), fields.get("transposed", False)
     if not isinstance(to, str) or not isinstance(transposed, bool):
@@ -349,14 +351,14 @@ def _parse_line(pattern: str, said: object, path: str) -> _NamingLine:
         or shape.count(-1) > 1
     ):
         raise UsageError(f"{where} has shape = {shape!r}, which is not a shape")
-    words = _NUMBER.findall(pattern)
+    words = _PLACEHOLDER_PATTERN.findall(pattern)
     if len(set(words)) < len(words):
         raise UsageError(f"{where} has one number twice", hint="call each differently; the new name need not have all")
-    if not set("{}").isdisjoint(_NUMBER.sub("", to)):
+    if not set("{}").isdisjoint(_PLACEHOLDER_PATTERN.sub("", to)):
         raise UsageError(
             f"{where} has braces in {to!r} that do not name a number", hint="numbers are called {n} or {layer}"
         )
-    extra = set(_NUMBER.findall(to)) - set(words)
+    extra = set(_PLACEHOLDER_PATTERN.findall(to)) - set(words)
     if len(extra) != (stacked is not None):
         raise UsageError(
             f"{where} has {len(extra)} numbers that its pattern does not have",

@@ -10,7 +10,7 @@ from shardctl.base.value import value_class
 if TYPE_CHECKING:
     from shardctl.models.tables.model import Model
 
-_INDEX: Final = re.compile(r"\{\w+\}")
+_INDEX_PLACEHOLDER_PATTERN: Final = re.compile(r"\{\w+\}")
 
 
 @value_class
@@ -38,7 +38,7 @@ def build_rule_table(model: Model) -> tuple[RuleRow, ...]:
     for tensor in model.own():
         name = tensor.row.name
         key = (
-            _INDEX.sub("*", f"{prefix}{name[1:]}" if name.startswith(".") else name),
+            _INDEX_PLACEHOLDER_PATTERN.sub("*", f"{prefix}{name[1:]}" if name.startswith(".") else name),
             tensor.row.dims,
             tuple(tuple(cut.axis for cut in cuts) for cuts in tensor.spec.cuts),
             tuple(where for where, _ in tensor.spec.where),

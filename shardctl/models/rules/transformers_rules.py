@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from shardctl.tensors.manifest import Manifest, Tensor
     from shardctl.tensors.placement import Where
 
-_COLUMNS: Final = ("colwise", "colwise_gather_output", "colwise_rep")
-_ROWS: Final = ("rowwise", "rowwise_split_input", "rowwise_rep")
-_EMBEDDINGS: Final = {"embedding_rowwise": 0, "embedding_colwise": 1}
-_PACKED: Final = {"packed_colwise": -2, "packed_rowwise": -1}
-_WHOLE: Final = (
+_COLUMN_PARALLEL_STYLES: Final = ("colwise", "colwise_gather_output", "colwise_rep")
+_ROW_PARALLEL_STYLES: Final = ("rowwise", "rowwise_split_input", "rowwise_rep")
+_EMBEDDING_STYLE_DIMS: Final = {"embedding_rowwise": 0, "embedding_colwise": 1}
+_PACKED_STYLE_DIMS: Final = {"packed_colwise": -2, "packed_rowwise": -1}
+_REPLICATED_STYLES: Final = (
     "all_reduce",
     "local_params",
     "mla_kv_a_proj",
@@ -40,7 +40,7 @@ _WHOLE: Final = (
     "sequence_parallel",
 )
 """Styles that change a module's forward, and leave its weights whole (distributed/tensor_parallel.py)."""
-_MATRIX: Final = 2
+_MATRIX_NDIM: Final = 2
 
 
 def build_transformers_model(config: Mapping[str, object], stored: Manifest) -> Model:
@@ -103,7 +103,7 @@ class _PlanRules:
                     cuts[cut[0]] = (cut[1],)
                 break
         else:
-            if len(stored.shape) >= _MATRIX and self.layers.number(stored.name) is not None:
+            if len(stored.shape) >= _MATRIX_NDIM and self.layers.number(stored.name) is not None:
                 self.whole.append(stored.name)
         if cuts:
             cuts[0] += (AxisPartition("fsdp"),)
@@ -113,16 +113,16 @@ class _PlanRules:
     def cut(self, stored: Tensor, place: int, kind: str) -> tuple[int, AxisPartition] | None:
         """Return the dim that tp cuts, and how; None if the tensor stays whole."""
         style, dims = self.styles[place], len(stored.shape)
-        if style in _WHOLE or not dims:
+        if style in _REPLICATED_STYLES or not dims:
             return None
-        if style in _COLUMNS:
+        if style in _COLUMN_PARALLEL_STYLES:
             dim, even = max(dims - 2, 0), self.layers.number(stored.name) is not None
             return dim, self.exact(stored.shape[dim], heads=self.attention[place], even=even)
-        if style in _ROWS:
+        if style in _ROW_PARALLEL_STYLES:
             return None if kind == "bias" else (dims - 1, self.exact(stored.shape[-1], heads=self.attention[place]))
-        if style in _EMBEDDINGS:
-            return _EMBEDDINGS[style], AxisPartition("tp")
-        if style in _PACKED:
+        if style in _EMBEDDING_STYLE_DIMS:
+            return _EMBEDDING_STYLE_DIMS[style], AxisPartition("tp")
+        if style in _PACKED_STYLE_DIMS:
             return self.cut_packed(stored, style)
         raise UnsupportedError(
             f"{self.plan.source} cuts {stored.name} as {style!r}, which is not known",
@@ -132,9 +132,9 @@ class _PlanRules:
     def cut_packed(self, stored: Tensor, style: str) -> tuple[int, AxisPartition] | None:
         """Return how an array of gate and up is cut: in halves, unless the files have it in an order of their own."""
         dims = len(stored.shape)
-        if dims < _MATRIX:
+        if dims < _MATRIX_NDIM:
             return (0, self.exact(stored.shape[0])) if style == "packed_colwise" else None
-        dim = dims + _PACKED[style]
+        dim = dims + _PACKED_STYLE_DIMS[style]
         extent = stored.shape[dim]
         order = self.orders.find_gated_order(stored.name) if self.orders.is_converted(stored.name) else "joined"
         if order is None:

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 NEEDING_TABLE: Final = ("tp", *EXPERT_AXES)
 """The mesh axes that only a table, or rules, say how to cut with; of the others a name and a shape say enough."""
-_VOCABULARY: Final = "vocab_size"
-_TIED: Final = "tie_word_embeddings"
-_HEADED: Final = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
+_VOCAB_SIZE_KEY: Final = "vocab_size"
+_TIED_EMBEDDINGS_KEY: Final = "tie_word_embeddings"
+_LM_HEAD_CLASS_SUFFIXES: Final = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 """How classes with a head end; a config of theirs that is silent ties it, as `PreTrainedConfig` long assumed."""
-_SHARED: Final = "shared"
+_SHARED_EMBEDDING_MODULE: Final = "shared"
 """What encoder-decoders call the embedding of both."""
-_MATRIX: Final = 2
+_MATRIX_NDIM: Final = 2
 
 
 @value_class
@@ -84,7 +84,7 @@ def build_untabled_model(config: Mapping[str, object] | None, stored: Manifest) 
     tensors = {}
     for name, tensor in stored.tensors.items():
         where = [places.find_stage(each) for each in (name, *tensor.ties)]
-        if _SHARED in name.split("."):
+        if _SHARED_EMBEDDING_MODULE in name.split("."):
             where += [("layer", tower.first) for tower in places.towers if "decoder" in tower.patterns[0].split(".")]
         if name == head:
             where.append(("last", 0))
@@ -140,13 +140,16 @@ def _count_stored_layers(stored: Manifest) -> LayerPlaces:
 def _find_tied_head(config: ModelConfig, stored: Manifest, places: LayerPlaces) -> str:
     """Find the embedding that is the head, too, because the config ties it and no head is stored; empty if none is."""
     inner = [value for value in config.values.values() if isinstance(value, dict)]
-    outer, said = config.values.get(_TIED), [values[_TIED] for values in inner if values.get(_TIED) is not None]
+    outer, said = (
+        config.values.get(_TIED_EMBEDDINGS_KEY),
+        [values[_TIED_EMBEDDINGS_KEY] for values in inner if values.get(_TIED_EMBEDDINGS_KEY) is not None],
+    )
     if outer is None:
-        outer = any(said) if said else config.architecture().endswith(_HEADED)
+        outer = any(said) if said else config.architecture().endswith(_LM_HEAD_CLASS_SUFFIXES)
     if not outer:
         return ""
-    rows = {values[_VOCABULARY] for values in (config.values, *inner) if values.get(_VOCABULARY) is not None}
-    tables = [t for t in stored.tensors.values() if len(t.shape) == _MATRIX and t.shape[0] in rows and not t.ties]
+    rows = {values[_VOCAB_SIZE_KEY] for values in (config.values, *inner) if values.get(_VOCAB_SIZE_KEY) is not None}
+    tables = [t for t in stored.tensors.values() if len(t.shape) == _MATRIX_NDIM and t.shape[0] in rows and not t.ties]
     if any(places.find_stage(table.name) == ("last", 0) for table in tables):
         return ""
     known = [table.name for table in tables if table.name not in places.inside]

@@ -14,7 +14,7 @@ from shardctl.models.tables.predicting import list_predicting_names
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-_KINDS: Final = {
+_DRAFT_MODEL_TITLES: Final = {
     "dflash": "DFlash",
     "dspark": "DSpark",
     "eagle": "EAGLE",
@@ -25,7 +25,7 @@ _KINDS: Final = {
     "mtp": "MTP",
 }
 """What a config's kind of speculator is called."""
-_CLASSES: Final = (
+_KINDS_BY_CLASS_PATTERN: Final = (
     (re.compile(r"DFlash"), "dflash"),
     (re.compile(r"Eagle(?!3|2_5_VL).*MTP"), "eagle"),
     (re.compile(r"^Eagle3|Eagle3$|Eagle3Model$"), "eagle3"),
@@ -36,12 +36,12 @@ _CLASSES: Final = (
     (re.compile(r"MTP(Model)?$"), "mtp"),
 )
 """What classes of draft models are called; Eagle 2.5-VL is a vision-language model."""
-_KEYS: Final = (("dflash_config", "dflash"), ("eagle_config", "eagle3"), ("medusa_num_heads", "medusa"))
+_KINDS_BY_CONFIG_KEY: Final = (("dflash_config", "dflash"), ("eagle_config", "eagle3"), ("medusa_num_heads", "medusa"))
 """Keys that only configs of such draft models have."""
-_TABLES: Final = frozenset({"d2t", "t2d"})
+_VOCABULARY_MAP_NAMES: Final = frozenset({"d2t", "t2d"})
 """Tables between the vocabulary of the draft model and its target's, which only EAGLE-3 has."""
-_JOIN: Final = re.compile(r"(model\.)?fc\.weight")
-_STREAMS: Final = {2: "eagle", 3: "eagle3"}
+_FC_WEIGHT_PATTERN: Final = re.compile(r"(model\.)?fc\.weight")
+_KINDS_BY_INPUT_COUNT: Final = {2: "eagle", 3: "eagle3"}
 """How many streams are joined: the embedding and one hidden state, or hidden states of three layers."""
 
 
@@ -55,7 +55,7 @@ def name_draft_model(config: Mapping[str, Any] | None, shapes: Mapping[str, tupl
     'EAGLE'
     """
     kind = _find_declared_kind(config or {}) or _find_kind_by_names(config or {}, shapes)
-    return _KINDS.get(kind, kind)
+    return _DRAFT_MODEL_TITLES.get(kind, kind)
 
 
 def _find_declared_kind(config: Mapping[str, Any]) -> str:
@@ -64,21 +64,28 @@ def _find_declared_kind(config: Mapping[str, Any]) -> str:
         return declared
     listed = config.get("architectures")
     for architecture in listed if isinstance(listed, list) else ():
-        for pattern, kind in _CLASSES:
+        for pattern, kind in _KINDS_BY_CLASS_PATTERN:
             if pattern.search(str(architecture)):
                 return kind
-    return next((kind for key, kind in _KEYS if config.get(key) is not None), "")
+    return next((kind for key, kind in _KINDS_BY_CONFIG_KEY if config.get(key) is not None), "")
 
 
 def _find_kind_by_names(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> str:
     names: Collection[str] = shapes.keys()
-    if not _TABLES.isdisjoint(name.rpartition(".")[2] for name in names) or any("midlayer." in n for n in names):
+    if not _VOCABULARY_MAP_NAMES.isdisjoint(name.rpartition(".")[2] for name in names) or any(
+        "midlayer." in n for n in names
+    ):
         return "eagle3"
     if any(re.match(r"(medusa_head|medusa_heads)\.", name) for name in names):
         return "medusa"
     for name, shape in shapes.items():
-        if _JOIN.fullmatch(name) and len(shape) == len(("out", "in")) and shape[0] and shape[1] % shape[0] == 0:
-            return _STREAMS.get(shape[1] // shape[0], "")
+        if (
+            _FC_WEIGHT_PATTERN.fullmatch(name)
+            and len(shape) == len(("out", "in"))
+            and shape[0]
+            and shape[1] % shape[0] == 0
+        ):
+            return _KINDS_BY_INPUT_COUNT.get(shape[1] // shape[0], "")
     if names and len(list_predicting_names(config, names)) == len(names):
         return "mtp"
     return ""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 ROPES: Final = ("rope_parameters", "rope_scaling")
 """Keys of the settings of a rotary embedding."""
-_HEAD: Final = "head_dim"
+_HEAD_DIM_KEY: Final = "head_dim"
 
 
 @cache
@@ -72,6 +72,6 @@ def assume_inner_values(inner: Mapping[str, object]) -> Mapping[str, object]:
     _, assumed = _list_inner_kinds().get(str(inner.get("model_type") or ""), ("", {}))
     turned = [key for rope in ROPES if isinstance(settings := inner.get(rope), dict) for key in settings]
     values = {**{key: value for key, value in assumed.items() if key not in turned}, **inner}
-    if values.get(_HEAD, 0) is None:
-        values[_HEAD] = ModelConfig(values).divided("hidden_size", "num_attention_heads")
+    if values.get(_HEAD_DIM_KEY, 0) is None:
+        values[_HEAD_DIM_KEY] = ModelConfig(values).divided("hidden_size", "num_attention_heads")
     return values

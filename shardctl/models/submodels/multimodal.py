@@ -30,19 +30,21 @@ if TYPE_CHECKING:
     from shardctl.models.tables.family import Family, ModelDims
     from shardctl.models.tables.model import Model, ModelTensor
 
-_TIED: Final = "tie_word_embeddings"
-_INHERITED: Final = ("dtype", "torch_dtype", _TIED)
+_TIED_EMBEDDINGS_KEY: Final = "tie_word_embeddings"
+_INHERITED_CONFIG_KEYS: Final = ("dtype", "torch_dtype", _TIED_EMBEDDINGS_KEY)
 """What a config around that of the text model says of it, too; the outermost prevails."""
-_OUTER: Final = frozenset({"architectures", "auto_map", "model_type", "quantization_config", "vision_config"})
+_OUTER_CONFIG_KEYS: Final = frozenset(
+    {"architectures", "auto_map", "model_type", "quantization_config", "vision_config"}
+)
 """Keys that are not the text model's where its own stand beside them."""
-_USUAL: Final = "language_model."
+_DEFAULT_TEXT_PREFIX: Final = "language_model."
 """Where the text model usually is."""
-_PROBES: Final = 20
+_MAX_PROBED_NAMES: Final = 20
 """Names of a text model by which its prefix is looked for; some may be stored under others, such as stacked experts."""
 
-_DOWN: Final = re.compile(r".*\.lora_A\.(\w+)\.weight")
-_WRAPPED: Final = ".base_layer.weight"
-_KEY: Final = "_lora"
+_LORA_A_PATTERN: Final = re.compile(r".*\.lora_A\.(\w+)\.weight")
+_BASE_LAYER_SUFFIX: Final = ".base_layer.weight"
+_LORA_RANK_KEY_SUFFIX: Final = "_lora"
 """How keys of an outer config end that say the rank of an adapter, such as `vision_lora`."""
 
 
@@ -88,7 +90,7 @@ def list_text_models(config: Mapping[str, object]) -> Iterator[tuple[Family, Map
         if family is not None and "lm" in next(iter(family.classes.values())).parts.split():
             yield family, inner
     for family in list_flat_families(config):
-        yield family, {key: value for key, value in config.items() if key not in _OUTER}
+        yield family, {key: value for key, value in config.items() if key not in _OUTER_CONFIG_KEYS}
 
 
 class TextBackbone:
@@ -107,11 +109,11 @@ class TextBackbone:
         self.adapters = _list_inner_adapters(config, stored)
         self.family = _add_inner_adapters(family, self.adapters, stored)
         around = reversed(list_outer_configs(config, inner))
-        outer = {key: each[key] for each in around for key in _INHERITED if each.get(key) is not None}
+        outer = {key: each[key] for each in around for key in _INHERITED_CONFIG_KEYS if each.get(key) is not None}
         self.architecture, self.member = next(iter(family.classes.items()))
         self.values = {**outer, **assume_inner_values(inner), "architectures": [self.architecture]}
-        if _TIED in outer:
-            self.values[_TIED] = outer[_TIED]
+        if _TIED_EMBEDDINGS_KEY in outer:
+            self.values[_TIED_EMBEDDINGS_KEY] = outer[_TIED_EMBEDDINGS_KEY]
         named = ModelConfig(config)
         self.title = named.architecture() or named.text("model_type", "")
 
@@ -124,8 +126,8 @@ class TextBackbone:
             return None
         own = {t.name for t in plain.own()} | plain.aliases.keys()
         head = self.find_head(base, [row.name for row in self.family.rows if row.name in own])
-        if _TIED not in self.values:
-            self.values[_TIED] = head is None
+        if _TIED_EMBEDDINGS_KEY not in self.values:
+            self.values[_TIED_EMBEDDINGS_KEY] = head is None
         text = self.build(base, head or "")
         if head is None:  # the names that a tied head would have are anyone's guess
             text = replace(text, tensors={n: replace(t, ties=()) for n, t in text.tensors.items()}, aliases={})
@@ -143,7 +145,9 @@ class TextBackbone:
 
     def alone(self) -> Model:
         """Build the text half of a model of which nothing is stored, under the usual names."""
-        text = quantize_model(self.build(f"{_USUAL}{self.member.prefix}.", _USUAL), self.config)
+        text = quantize_model(
+            self.build(f"{_DEFAULT_TEXT_PREFIX}{self.member.prefix}.", _DEFAULT_TEXT_PREFIX), self.config
+        )
         return self.complete(text, f"only the {self.family.name} inside {self.title} is counted, without its towers")
 
     def complete(self, text: Model, line: str) -> Model:
@@ -174,7 +178,7 @@ class TextBackbone:
         inside = {tensor.name: tensor.shape for tensor in plain.own() if tensor.row.name.startswith(".")}
         arrays = {name: fusion.shape for name, fusion in plain.fusions.items()}
         found: dict[str, None] = {}
-        for probe in islice((name for name in inside if any(map(str.isdecimal, name.split(".")))), _PROBES):
+        for probe in islice((name for name in inside if any(map(str.isdecimal, name.split(".")))), _MAX_PROBED_NAMES):
             found |= {name[: -len(probe)]: None for name in self.stored.tensors if f".{name}".endswith(f".{probe}")}
         return max(found, key=lambda base: self.rate_base(base, plain, inside | arrays), default=None)
 
@@ -238,9 +242,17 @@ def _list_inner_adapters(config: Mapping[str, object], stored: Manifest) -> dict
     {'vision': 256}
     """
     if stored.tensors:
-        found = ((_DOWN.fullmatch(name), tensor.shape) for name, tensor in stored.tensors.items() if "lora_A" in name)
+        found = (
+            (_LORA_A_PATTERN.fullmatch(name), tensor.shape)
+            for name, tensor in stored.tensors.items()
+            if "lora_A" in name
+        )
         return {match[1]: shape[0] for match, shape in found if match and shape}
-    said = ((key.removesuffix(_KEY), value) for key, value in config.items() if key.endswith(_KEY))
+    said = (
+        (key.removesuffix(_LORA_RANK_KEY_SUFFIX), value)
+        for key, value in config.items()
+        if key.endswith(_LORA_RANK_KEY_SUFFIX)
+    )
     return {name: value["r"] for name, value in said if isinstance(value, dict) and isinstance(value.get("r"), int)}
 
 
@@ -248,7 +260,7 @@ def _add_inner_adapters(family: Family, adapters: Mapping[str, int], stored: Man
     """Return `family` with `adapters` beside those linears that have them; of a config alone, beside all of layers."""
     if not adapters:
         return family
-    wrapped = [name for name in stored.tensors if name.endswith(_WRAPPED)]
+    wrapped = [name for name in stored.tensors if name.endswith(_BASE_LAYER_SUFFIX)]
 
     def build_facts(config: ModelConfig) -> ModelDims:
         dims = {f"rank_{name}": LogicalDim(rank) for name, rank in adapters.items()}
@@ -261,13 +273,13 @@ def _add_inner_adapters(family: Family, adapters: Mapping[str, int], stored: Man
 def _adapt_row(row: Row, adapters: Mapping[str, int], wrapped: Sequence[str], *, alone: bool) -> Iterator[Row]:
     module, dims = row.name.removesuffix(".weight"), row.dims.split()
     pattern = re.compile(
-        INDEX.sub(r"\\d+", re.escape(module).replace(r"\{", "{").replace(r"\}", "}")) + re.escape(_WRAPPED)
+        INDEX.sub(r"\\d+", re.escape(module).replace(r"\{", "{").replace(r"\}", "}")) + re.escape(_BASE_LAYER_SUFFIX)
     )
     linear = len(dims) == 2 and module != row.name  # noqa: PLR2004 - what it writes, and what it reads
     if not linear or not (row.name.startswith(LAYER) if alone else any(map(pattern.search, wrapped))):
         yield row
         return
-    yield replace(row, name=f"{module}{_WRAPPED}")
+    yield replace(row, name=f"{module}{_BASE_LAYER_SUFFIX}")
     for name in adapters:
         yield replace(row, name=f"{module}.lora_A.{name}.weight", dims=f"rank_{name} {dims[1]}")
         yield replace(row, name=f"{module}.lora_B.{name}.weight", dims=f"{dims[0]} rank_{name}")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from shardctl.models.tables.family import FusedArray
 
-_FIRST: Final = {"first": "first", "": "first", "last": "first"}
+_FIRST_STAGE_PLACEMENT: Final = {"first": "first", "": "first", "last": "first"}
 """Where the rows of a tower are: all before the text model."""
 
 
@@ -44,7 +44,7 @@ def nest_rows(
 
 def nest_tower_rows(rows: Sequence[Row], under: str, *, word: str = "vision_", when: str = "") -> tuple[Row, ...]:
     """Return the rows of a model that sees or hears for a text model, as the module `under`, on the first stage."""
-    return nest_rows(rows, under, word=word, when=when, stages=_FIRST)
+    return nest_rows(rows, under, word=word, when=when, stages=_FIRST_STAGE_PLACEMENT)
 
 
 def nest_fused_arrays(fused: Iterable[FusedArray], under: str) -> tuple[FusedArray, ...]:

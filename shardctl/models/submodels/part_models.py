@@ -28,12 +28,19 @@ if TYPE_CHECKING:
     from shardctl.tensors.manifest import Manifest, Tensor
 
 _PICTURE_AXES: Final = frozenset({"mrope_section", "mrope_interleaved"})
-_TIED: Final = "tie_word_embeddings"
-_OUTER: Final = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
+_TIED_EMBEDDINGS_KEY: Final = "tie_word_embeddings"
+_INHERITED_CONFIG_KEYS: Final = (
+    "dtype",
+    "torch_dtype",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "quantization_config",
+)
 """Keys that a text model without them has from the config around it."""
-_FLAT: Final = re.compile(r"(vision|audio|image|video)_")
+_MULTIMODAL_KEY_PATTERN: Final = re.compile(r"(vision|audio|image|video)_")
 """How keys begin that are not the text model's, where its own stand beside them."""
-_VISION: Final = re.compile(r"(visual|img_processor|image_encoder|vision(_tower|_model|_encoder)?)")
+_VISION_MODULE_PATTERN: Final = re.compile(r"(visual|img_processor|image_encoder|vision(_tower|_model|_encoder)?)")
 """How the module of a vision model is called, inside the base model or outside."""
 
 
@@ -72,7 +79,7 @@ def find_text_half(config: Mapping[str, Any], stored: Manifest, arrays: Iterable
     names = _strip_text_names([*stored.tensors, *arrays], base, half.member.prefix, plain)
     values = _build_text_config(config, inner, family)
     heads = [row.name for row in family.rows if row.tie and not row.name.startswith(".")]
-    values[_TIED] = bool(heads) and not any(head in names.values() for head in heads)
+    values[_TIED_EMBEDDINGS_KEY] = bool(heads) and not any(head in names.values() for head in heads)
     return PartModel(
         f"the {family.name} inside {half.title}", values, names, _find_strange_layers(family, inner, values)
     )
@@ -83,7 +90,7 @@ def find_vision_half(config: Mapping[str, Any], stored: Manifest) -> PartModel:
     modules: dict[str, None] = {}
     for name in stored.tensors:
         words = name.split(".")
-        depth = next((n for n, word in enumerate(words[:4], 1) if _VISION.fullmatch(word)), None)
+        depth = next((n for n, word in enumerate(words[:4], 1) if _VISION_MODULE_PATTERN.fullmatch(word)), None)
         if depth is not None:
             modules[".".join(words[:depth]) + "."] = None
     inner = config.get("vision_config")
@@ -94,7 +101,7 @@ def find_vision_half(config: Mapping[str, Any], stored: Manifest) -> PartModel:
             hint="--only takes a pattern of names, too, such as 'model.visual.**'",
         )
     (module,) = modules
-    values = {**{key: config[key] for key in _OUTER[:2] if key in config}, **inner}
+    values = {**{key: config[key] for key in _INHERITED_CONFIG_KEYS[:2] if key in config}, **inner}
     names = {name: name.removeprefix(module) for name in stored.tensors if name.startswith(module)}
     title = f"the vision model {module}** of {_title(config)}"
     return PartModel(title, values, names, renamed=_describe_renamed_tensors(config, inner, names))
@@ -149,7 +156,7 @@ def _find_text_model(config: Mapping[str, Any], stored: Manifest) -> tuple[Famil
     inner: Mapping[str, Any] = config.get("text_config") or {}
     if outer is not None and outer[0].text is not None:
         inner = outer[0].text(outer[0].complete_config(ModelConfig(config)))[1].values
-        inner = {key: value for key, value in inner.items() if not _FLAT.match(key)}
+        inner = {key: value for key, value in inner.items() if not _MULTIMODAL_KEY_PATTERN.match(key)}
     family = find_inner_family(inner)
     if family is not None and (outer is None or family.name != outer[0].name):
         return family, inner
@@ -189,7 +196,9 @@ def _strip_text_names(stored: Iterable[str], base: str, prefix: str, plain: Mode
 def _build_text_config(config: Mapping[str, Any], inner: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Build the config of the text model by itself."""
     values = {key: value for key, value in inner.items() if key != "architectures"}
-    values |= {key: config[key] for key in _OUTER if config.get(key) is not None and values.get(key) is None}
+    values |= {
+        key: config[key] for key in _INHERITED_CONFIG_KEYS if config.get(key) is not None and values.get(key) is None
+    }
     if name_plain_kind(inner) != inner.get("model_type"):  # where no picture is seen, its rotary embedding is plain
         values = dict(assume_inner_values(values))
         for rope in ROPES:

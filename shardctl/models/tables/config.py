@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
     from shardctl.base.dtype import DType
 
-_LARGEST: Final = 1 << 40
+_CONFIG_INTEGER_LIMIT: Final = 1 << 40
 """No dim or count is this large; a config that says so is damaged or hostile."""
 _MOST_LAYERS: Final = 500_000
 """Each has a tensor at least, and of more `models.table` describes none; some layers are listed before it counts."""
-_LAYERS: Final = ("layer", "layers")
+_LAYER_KEY_WORDS: Final = ("layer", "layers")
 _DEFAULT_LABELS: Final = 2
 """What transformers assumes, and therefore leaves out (`configuration_utils.py`, `num_labels`)."""
 
@@ -53,9 +53,9 @@ class ModelConfig:
             if default is None:
                 raise SourceError(f"{self.file} has no {key!r}", hint="without it the model's shapes are unknown")
             return default
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < _LARGEST:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < _CONFIG_INTEGER_LIMIT:
             raise SourceError(f"{self.file} has {key} = {value!r} where a positive whole number is expected")
-        if value > _MOST_LAYERS and key.rpartition("_")[2] in _LAYERS:
+        if value > _MOST_LAYERS and key.rpartition("_")[2] in _LAYER_KEY_WORDS:
             raise SourceError(f"{self.file} describes more than {_MOST_LAYERS} tensors: it has {key} = {value}")
         return value
 

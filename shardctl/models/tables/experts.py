@@ -20,19 +20,21 @@ if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
     from shardctl.models.tables.family import ModelDims
 
-_EXPERTS: Final = "%s.experts.{expert}.%s.weight"
+_EXPERT_WEIGHT_TEMPLATE: Final = "%s.experts.{expert}.%s.weight"
 ROUTER: Final = Row(f"{LAYER}.mlp.gate.weight", "experts hidden", when="moe")
 BALANCE: Final = Row(f"{LAYER}.mlp.gate.e_score_correction_bias", "experts", when="moe", dtype="F32")
 """In fp32 in the checkpoints and, whatever the model's type, in transformers (`_keep_in_fp32_modules_strict`)."""
-_USUAL: Final = ("gate_proj", "up_proj", "down_proj")
+_DEFAULT_PROJECTION_NAMES: Final = ("gate_proj", "up_proj", "down_proj")
 
 
-def build_expert_rows(module: str = "mlp", names: tuple[str, str, str] = _USUAL, when: str = "moe") -> tuple[Row, ...]:
+def build_expert_rows(
+    module: str = "mlp", names: tuple[str, str, str] = _DEFAULT_PROJECTION_NAMES, when: str = "moe"
+) -> tuple[Row, ...]:
     """Build the routed experts of a layer's `module`, whose gate, up and down projections are called `names`.
 
     An empty `module` is the layer itself.
     """
-    gate, up, down = (_EXPERTS % (_name_module(LAYER, module), name) for name in names)
+    gate, up, down = (_EXPERT_WEIGHT_TEMPLATE % (_name_module(LAYER, module), name) for name in names)
     return (
         Row(gate, "effn hidden", when=when),
         Row(up, "effn hidden", when=when),
@@ -41,10 +43,14 @@ def build_expert_rows(module: str = "mlp", names: tuple[str, str, str] = _USUAL,
 
 
 def build_fused_experts(
-    module: str = "mlp", names: tuple[str, str, str] = _USUAL, *, within: str | None = None, layer: str = LAYER
+    module: str = "mlp",
+    names: tuple[str, str, str] = _DEFAULT_PROJECTION_NAMES,
+    *,
+    within: str | None = None,
+    layer: str = LAYER,
 ) -> tuple[FusedArray, ...]:
     """Build the two arrays that transformers has for them, in the module that it calls `within` if not the same."""
-    gate, up, down = (_EXPERTS % (_name_module(layer, module), name) for name in names)
+    gate, up, down = (_EXPERT_WEIGHT_TEMPLATE % (_name_module(layer, module), name) for name in names)
     array = f"{_name_module(layer, within or module)}.experts"
     return FusedArray(f"{array}.gate_up_proj", (gate, up)), FusedArray(f"{array}.down_proj", (down,))
 

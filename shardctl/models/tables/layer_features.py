@@ -26,7 +26,7 @@ ACTIVATION_STEPS: Final[Mapping[str, float]] = {
 }
 """By the activation's name: how many intermediate results transformers keeps of it, where it is not one kernel
 (`activations.py`). A half is a choice of one byte; that of xIELU is without the package of that name."""
-_NEVER: Final = ("", 0.0)
+_DISABLED_SETTING: Final = ("", 0.0)
 
 
 @value_class
@@ -58,7 +58,7 @@ class LayerFeatures:
     """The activation function of the MLP, by the name that transformers has for it (`activations.py`)."""
     norm: NormKind | None = None
     """The kind of those norms that have no bias; those with one are `nn.LayerNorm`, and need not be spoken of."""
-    dropout: tuple[str, float] = _NEVER
+    dropout: tuple[str, float] = _DISABLED_SETTING
     """The share of the outputs of attention and MLP that is dropped in training."""
     attention_dropout: tuple[str, float] = ("attention_dropout", 0.0)
     """The share of attention's scores that is dropped in training."""
@@ -68,9 +68,9 @@ class LayerFeatures:
     """The experts that each token goes to where a config is silent; None if a config must say it."""
     narrow_experts: bool = False
     """Whether the weights of the experts chosen are cast to the type of the activations; else they stay fp32."""
-    score_cap: tuple[str, float] = _NEVER
+    score_cap: tuple[str, float] = _DISABLED_SETTING
     """The bound of attention's scores, by a hyperbolic tangent; none where it is 0 or null."""
-    logit_cap: tuple[str, float] = _NEVER
+    logit_cap: tuple[str, float] = _DISABLED_SETTING
     """The bound of the logits."""
     position_biases: bool = False
     """Whether scores get learned biases, which fused attention must be given as a tensor (T5)."""
@@ -78,7 +78,7 @@ class LayerFeatures:
     """Whether a layer may be an MLP or experts and nothing else (Nemotron-H)."""
     fp32_sums: tuple[str, bool] = ("", False)
     """Whether what layers add to is fp32 whatever computes (Mamba)."""
-    inner_dropout: tuple[str, float] = _NEVER
+    inner_dropout: tuple[str, float] = _DISABLED_SETTING
     """The share of the activation function's result that is dropped in training."""
     undropped: Literal["", "attention", "mlp"] = ""
     """Whose output is not dropped though the other's is; empty where both are or neither."""

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
     from shardctl.tensors.placement import Where
 
-_NUMBERED: Final = re.compile(r"(.*_)?(\d+)")
+_NUMBERED_COMPONENT_PATTERN: Final = re.compile(r"(.*_)?(\d+)")
 """A part of a name that counts: `3` in `layers.3`, and `layers_3`."""
-_MATRICES: Final = 3
+_MIN_MATRICES_PER_LAYER: Final = 3
 """A layer has at least so many, where any has; a projector, a merger or a head, of which lists exist, has fewer."""
-_MATRIX: Final = 2
-_PARAMETERS: Final = (".weight", ".bias", ".qweight", ".qzeros", ".scales", ".weight_scale", ".weight_packed")
-_ROLES: Final = (
+_MATRIX_NDIM: Final = 2
+_PARAMETER_SUFFIXES: Final = (".weight", ".bias", ".qweight", ".qzeros", ".scales", ".weight_scale", ".weight_packed")
+_COMPUTE_ORDER_KEYWORDS: Final = (
     (5, "vocoder token2wav codec"),
     (4, "talker t2u mtp nextn draft depth flow diffusion postnet"),
     (3, "decoder"),
@@ -31,17 +31,19 @@ _ROLES: Final = (
     (1, "encoder"),
 )
 """When a module computes, by the words of its name: the first line that has one of them counts."""
-_USUAL: Final = 2
+_DEFAULT_COMPUTE_ORDER: Final = 2
 """That of a module without such words. In a model with a decoder or an encoder there is none."""
 _Side = Literal["before", "after", ""]
-_SIDES: Final[Mapping[_Side, str]] = {
+_BEFORE_AFTER_KEYWORDS: Final[Mapping[_Side, str]] = {
     "before": "cls_token class_token embed embeds embedder embedding embeddings emb wte wpe word token tokens tok pos "
     "position positions positional patch patcher pre prenet stem rotary inv in input inputs shared conv subsampling "
     "projector connector aligner adapter resampler",
     "after": "embed_out norm layernorm ln head heads lm score scorer classifier classification predictions logits "
     "pooler post postnet final last out output outputs cls generator decoder unembed unembedding merger readout",
 }
-_SIDE_OF: Final[Mapping[str, _Side]] = {word: side for side, words in _SIDES.items() for word in words.split()}
+_SIDE_OF: Final[Mapping[str, _Side]] = {
+    word: side for side, words in _BEFORE_AFTER_KEYWORDS.items() for word in words.split()
+}
 """By a part of a name, or a word of one: whether it precedes layers or follows them."""
 _Members = dict[str, int]
 """The names in a numbered list, each with its number there."""
@@ -108,7 +110,7 @@ class LayerPlaces:
 
 def count_layers(shapes: Mapping[str, Sequence[int]]) -> LayerPlaces:
     """Find the layers of a model whose tensors have these names and shapes."""
-    for least in range(_MATRICES, 0, -1):
+    for least in range(_MIN_MATRICES_PER_LAYER, 0, -1):
         stacks, others = _find_stacks(shapes, least)
         if stacks:
             break
@@ -131,7 +133,10 @@ def _find_stacks(shapes: Mapping[str, Sequence[int]], least: int) -> tuple[dict[
     """Find the outermost numbered lists, by pattern, of whose elements some have `least` matrices; and other lists."""
     stacks: dict[str, _Members] = {}
     others: dict[str, _Members] = {}
-    pending = {name: [n for n, part in enumerate(name.split(".")) if _NUMBERED.fullmatch(part)] for name in shapes}
+    pending = {
+        name: [n for n, part in enumerate(name.split(".")) if _NUMBERED_COMPONENT_PATTERN.fullmatch(part)]
+        for name in shapes
+    }
     while pending:
         lists: dict[str, _Members] = {}
         for name, places in pending.items():
@@ -173,8 +178,8 @@ def _count_matrices(members: _Members, shapes: Mapping[str, Sequence[int]]) -> i
     """Count the most modules that any element of a list has which have a matrix."""
     modules: dict[int, set[str]] = {}
     for name, number in members.items():
-        if len(shapes[name]) >= _MATRIX:
-            modules.setdefault(number, set()).add(_name_module(name) if name.endswith(_PARAMETERS) else name)
+        if len(shapes[name]) >= _MATRIX_NDIM:
+            modules.setdefault(number, set()).add(_name_module(name) if name.endswith(_PARAMETER_SUFFIXES) else name)
     return max(map(len, modules.values()), default=0)
 
 
@@ -198,12 +203,12 @@ def _count_shared_words(one: str, other: str) -> int:
 
 
 def _rank_tower(pattern: str) -> tuple[int, ...]:
-    """When a list of layers computes, compared with others; see `_ROLES`."""
+    """When a list of layers computes, compared with others; see `_COMPUTE_ORDER_KEYWORDS`."""
     roles = []
     for part in pattern.split("."):
         words = set(part.lower().split("_"))
-        roles += [role for role, known in _ROLES if not words.isdisjoint(known.split())][:1]
-    return tuple(roles) or (_USUAL,)
+        roles += [role for role, known in _COMPUTE_ORDER_KEYWORDS if not words.isdisjoint(known.split())][:1]
+    return tuple(roles) or (_DEFAULT_COMPUTE_ORDER,)
 
 
 def _find_side(name: str) -> _Side:

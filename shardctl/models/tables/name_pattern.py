@@ -10,7 +10,7 @@ from shardctl.base.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-_PART: Final = r"[^.]+"
+_NAME_COMPONENT_REGEX: Final = r"[^.]+"
 
 
 class PatternList:
@@ -96,5 +96,9 @@ def _build_expression(pattern: str) -> str:
                 f"the name pattern {pattern!r} has the part {part!r}",
                 hint="parts are between dots: write them out, or * for any one part and ** for any number",
             )
-        text += rf"(?:\.{_PART})*" if part == "**" else rf"\.{_PART if part == '*' else re.escape(part)}"
+        text += (
+            rf"(?:\.{_NAME_COMPONENT_REGEX})*"
+            if part == "**"
+            else rf"\.{_NAME_COMPONENT_REGEX if part == '*' else re.escape(part)}"
+        )
     return text

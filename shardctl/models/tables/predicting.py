@@ -14,9 +14,9 @@ PREDICTING_KEYS: Final = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "
 """How configs call the number of layers that predict further tokens."""
 LAYER_KEYS: Final = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 """How configs call the number of other layers."""
-_PREDICTING: Final = re.compile(r"(^|\.)(mtp|nextn|mtp_layers|mtp_block)\.")
-_LAYER: Final = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)\.")
-_TOWER: Final = re.compile(r"(?:^|\.)[^.]*(?:vision|visual|audio|image|encoder)")
+_MTP_NAME_PATTERN: Final = re.compile(r"(^|\.)(mtp|nextn|mtp_layers|mtp_block)\.")
+_LAYER_INDEX_PATTERN: Final = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)\.")
+_ENCODER_NAME_PATTERN: Final = re.compile(r"(?:^|\.)[^.]*(?:vision|visual|audio|image|encoder)")
 """Names of modules beside the text model, whose layers are numbered by themselves."""
 
 
@@ -35,7 +35,7 @@ def list_predicting_names(config: Mapping[str, Any], names: Iterable[str]) -> li
     layers = get_count(merge_text_config(config), LAYER_KEYS)
     found = []
     for name in names:
-        layer = _LAYER.search(name) if _TOWER.search(name) is None else None
-        if _PREDICTING.search(name) or (layers is not None and layer is not None and int(layer[1]) >= layers):
+        layer = _LAYER_INDEX_PATTERN.search(name) if _ENCODER_NAME_PATTERN.search(name) is None else None
+        if _MTP_NAME_PATTERN.search(name) or (layers is not None and layer is not None and int(layer[1]) >= layers):
             found.append(name)
     return found

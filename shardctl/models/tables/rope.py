@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 LLAMA3: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8_192}
 """What every Llama since 3.1 has beside its factor; Meta's code and Megatron-LM's args know no other."""
-_THETA: Final = 10_000.0
+_DEFAULT_ROPE_THETA: Final = 10_000.0
 """What every config class assumes where a config is silent."""
 
 
@@ -46,7 +46,7 @@ def parse_rope(config: Mapping[str, object]) -> RotaryEmbedding:
     kinds = [said.pop(key, None) for key in ("rope_type", "type")]
     theta, part = (
         said.pop(key, None) or config.get(key) or usual
-        for key, usual in (("rope_theta", _THETA), ("partial_rotary_factor", 1.0))
+        for key, usual in (("rope_theta", _DEFAULT_ROPE_THETA), ("partial_rotary_factor", 1.0))
     )
     if not is_finite_number(theta) or not is_finite_number(part):
         raise SourceError(f"config.json has rotary embeddings of theta {theta!r} for {part!r} of each head")

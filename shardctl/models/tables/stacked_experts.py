@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from shardctl.models.tables.family import Family, Row
     from shardctl.tensors.manifest import Manifest
 
-_STACK: Final = ".experts."
-_FIRST: Final = ".experts.0.gate_proj.weight"
+_EXPERTS_NAME_INFIX: Final = ".experts."
+_FIRST_EXPERT_WEIGHT: Final = ".experts.0.gate_proj.weight"
 _GATE_UP: Final = ("gate_up_proj", "expert hidden effn+effn")
-_DOWN: Final = ("down_proj", "expert effn hidden")
+_DOWN_PROJ_ARRAY: Final = ("down_proj", "expert effn hidden")
 
 
 @value_class
@@ -56,14 +56,14 @@ def split_family(family: Family) -> Family | None:
 def stores_split_experts(config: Mapping[str, Any], stored: Manifest | None) -> bool:
     """Return whether experts have matrices of their own: as stored, else as compressed-tensors has quantized ones."""
     if stored is not None:
-        return any(_FIRST in name for name in stored.tensors)
+        return any(_FIRST_EXPERT_WEIGHT in name for name in stored.tensors)
     settings = config.get("quantization_config")
     return isinstance(settings, dict) and settings.get("quant_method") == "compressed-tensors"
 
 
 def _split_row(row: Row) -> Iterator[Row]:
     module, _, own = row.name.rpartition(".")
-    if not module.endswith(_STACK.rstrip(".")) or (own, row.dims) not in {_GATE_UP, _DOWN}:
+    if not module.endswith(_EXPERTS_NAME_INFIX.rstrip(".")) or (own, row.dims) not in {_GATE_UP, _DOWN_PROJ_ARRAY}:
         yield row
         return
     for matrix in MATRICES[own]:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 FSDP: Final = AxisPartition("fsdp")
 """FSDP cuts dim 0 of whatever tp left, in the ceil-sized parts of `torch.chunk`."""
-_ENDS: Final[tuple[tuple[Where, int], ...]] = (("first", 0), ("last", 0))
+_FIRST_AND_LAST_STAGES: Final[tuple[tuple[Where, int], ...]] = (("first", 0), ("last", 0))
 _EXPERT_FSDP: Final = AxisPartition(EXPERT_FSDP)
 """The same for what ep and etp left of experts."""
 MOST_TENSORS: Final = 500_000
@@ -230,7 +230,7 @@ class _ModelBuilder:
             return
         whole = plan.whole
         on = plan.row.on
-        stages = self.list_stages() if on == "all" else _ENDS if on == "ends" else (where,)
+        stages = self.list_stages() if on == "all" else _FIRST_AND_LAST_STAGES if on == "ends" else (where,)
         key = (id(plan.cuts), stages) if whole is None else (id(plan.cuts), stages, plan.indices[whole], at[whole])
         spec = self.specs.get(key)
         if spec is None:

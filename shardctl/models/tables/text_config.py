@@ -7,17 +7,20 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-_SURE: Final = ("text", "llm", "language", "lm")
-_WORDS: Final = (*_SURE, "thinker", "decoder", "model")
+_UNAMBIGUOUS_KEY_WORDS: Final = ("text", "llm", "language", "lm")
+_TEXT_CONFIG_KEY_WORDS: Final = (*_UNAMBIGUOUS_KEY_WORDS, "thinker", "decoder", "model")
 """Words of the keys under which configs have that of the text model, the surest first."""
-_DEPTH: Final = 3
+_MAX_CONFIG_DEPTH: Final = 3
 """How deep configs lie in each other; Qwen-Omni's is in `thinker_config.text_config`."""
 
 
 def list_text_configs(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """List the configs inside that may be of the text model, at any depth, the likeliest first."""
-    inner = ((_rank_key(key, _WORDS), values) for key, values in _list_inner_configs(config, _DEPTH))
-    return [values for rank, values in sorted(inner, key=lambda each: each[0]) if rank < len(_WORDS)]
+    inner = (
+        (_rank_key(key, _TEXT_CONFIG_KEY_WORDS), values)
+        for key, values in _list_inner_configs(config, _MAX_CONFIG_DEPTH)
+    )
+    return [values for rank, values in sorted(inner, key=lambda each: each[0]) if rank < len(_TEXT_CONFIG_KEY_WORDS)]
 
 
 def list_outer_configs(config: Mapping[str, Any], inner: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -27,7 +30,7 @@ def list_outer_configs(config: Mapping[str, Any], inner: Mapping[str, Any]) -> l
     >>> list_outer_configs({"tied": 1, "thinker_config": {"tied": 0, "text_config": text}}, text)
     [{'tied': 1, 'thinker_config': {...}}, {'tied': 0, 'text_config': {'vocab_size': 8}}]
     """
-    return _find_path(config, inner, _DEPTH) or [config]
+    return _find_path(config, inner, _MAX_CONFIG_DEPTH) or [config]
 
 
 def _find_path(config: Mapping[str, Any], inner: Mapping[str, Any], depth: int) -> list[Mapping[str, Any]]:
@@ -46,8 +49,12 @@ def merge_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     >>> merge_text_config({"model_type": "glimpse", "llm_config": {"vocab_size": 8}, "decoder": {"vocab_size": 9}})
     {'model_type': 'glimpse', 'llm_config': {'vocab_size': 8}, 'decoder': {'vocab_size': 9}, 'vocab_size': 8}
     """
-    inner = [(key, values) for key, values in _list_inner_configs(config, 1) if _rank_key(key, _SURE) < len(_SURE)]
-    return {**config, **min(inner, key=lambda each: _rank_key(each[0], _SURE), default=("", {}))[1]}
+    inner = [
+        (key, values)
+        for key, values in _list_inner_configs(config, 1)
+        if _rank_key(key, _UNAMBIGUOUS_KEY_WORDS) < len(_UNAMBIGUOUS_KEY_WORDS)
+    ]
+    return {**config, **min(inner, key=lambda each: _rank_key(each[0], _UNAMBIGUOUS_KEY_WORDS), default=("", {}))[1]}
 
 
 def _list_inner_configs(config: Mapping[str, Any], depth: int) -> Iterator[tuple[str, Mapping[str, Any]]]:

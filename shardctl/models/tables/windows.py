@@ -10,14 +10,14 @@ from shardctl.base.value import value_class
 if TYPE_CHECKING:
     from shardctl.models.tables.config import ModelConfig
 
-_WINDOWED: Final = (
+_WINDOWED_LAYER_TYPES: Final = (
     "sliding_attention",
     "chunked_attention",
     "compressed_sparse_attention",
     "heavily_compressed_attention",
 )
 """What `layer_types` calls layers with a window; those of the last two see compressed tokens besides (DeepSeek-V4)."""
-_WHOLE: Final = (
+_NON_WINDOWED_LAYER_TYPES: Final = (
     "full_attention",
     "attention",
     "indexed_attention",
@@ -80,14 +80,18 @@ def list_windows(rule: WindowRule | None, config: ModelConfig, layers: int) -> t
     if kinds is not None and (not isinstance(kinds, list) or len(kinds) != layers):
         raise SourceError(f"config.json has layer_types = {kinds!r} where a list of {layers} kinds is expected")
     if isinstance(kinds, list):
-        odd = [one for one in kinds if one not in _WHOLE and (rule is None or one not in _WINDOWED)]
+        odd = [
+            one
+            for one in kinds
+            if one not in _NON_WINDOWED_LAYER_TYPES and (rule is None or one not in _WINDOWED_LAYER_TYPES)
+        ]
         if odd:
             raise UnsupportedError(f"config.json has layers of type {odd[0]!r}, which is not known of its family")
     size = _get_window_size(rule, config) if rule is not None else None
     if rule is None or size is None:
         return (None,) * layers
     chosen = (
-        [one in _WINDOWED for one in kinds]
+        [one in _WINDOWED_LAYER_TYPES for one in kinds]
         if isinstance(kinds, list)
         else _choose_windowed_layers(rule, config, layers)
     )

@@ -41,9 +41,9 @@ _COPIED_BY_STORE: Final = {"s3": 5 << 30, "gs": 1 << 50}
 answered take 256 MiB (Amazon S3 API Reference, CopyObject; Azure Blob REST API, "Copy Blob")."""
 _AT_ONCE: Final = 4
 """Parts of one upload on their way at once."""
-_PANIC: Final = "PanicException"
+_RUST_PANIC_CLASS: Final = "PanicException"
 """The BaseException that PyO3 raises where Rust panics, as obstore does for credentials that no header can hold."""
-_MARK: Final = "shardctlupload"
+_UPLOAD_MARK_KEY: Final = "shardctlupload"
 """The name of the metadata by which an upload knows its own object again; no store's rules forbid it."""
 
 
@@ -171,7 +171,7 @@ class CloudBucket:
 
     def write(self, path: str, content: bytes) -> BucketObject:
         """Put a small object: all of it, or nothing."""
-        attributes = {_MARK: secrets.token_hex(16)}
+        attributes = {_UPLOAD_MARK_KEY: secrets.token_hex(16)}
         put = partial(self._obstore.put, self._store, self._key(path), content, attributes=attributes)
         done = self._tried("writing", path, put)
         return BucketObject(len(content), _strip_etag(done["e_tag"]), done["version"] or "")
@@ -225,7 +225,7 @@ class CloudBucket:
                 answer = self._obstore.get(self._store, self._key(path), options={"head": True})
             except (self._obstore.exceptions.NotFoundError, FileNotFoundError):
                 return False
-            return _MARK in answer.attributes
+            return _UPLOAD_MARK_KEY in answer.attributes
 
         return self._tried("looking at", path, look)
 
@@ -245,7 +245,7 @@ class CloudBucket:
                     chunk_size=piece,
                     max_concurrency=_AT_ONCE,
                     use_multipart=size > piece,
-                    attributes={_MARK: mark},
+                    attributes={_UPLOAD_MARK_KEY: mark},
                 )
                 return BucketObject(size, _strip_etag(done["e_tag"]))
             except (self._obstore.exceptions.BaseError, FileNotFoundError) as error:
@@ -275,7 +275,7 @@ class CloudBucket:
         """
         with contextlib.suppress(self._obstore.exceptions.BaseError, OSError):
             answer = self._obstore.get(self._store, self._key(path), options={"head": True})
-            if answer.attributes.get(_MARK) == mark:
+            if answer.attributes.get(_UPLOAD_MARK_KEY) == mark:
                 return _parse_object(answer.meta)
         return None
 
@@ -344,7 +344,7 @@ class CloudBucket:
             raise_if_stopped(self.stop)
             raise self._refusals.explain(error, doing) from error
         except BaseException as error:
-            if type(error).__name__ != _PANIC:
+            if type(error).__name__ != _RUST_PANIC_CLASS:
                 raise
             raise UsageError(
                 f"{doing} failed: obstore cannot make a request of the settings of the environment: {error}",

@@ -17,10 +17,10 @@ from shardctl.storage.retries import TroubleError
 if TYPE_CHECKING:
     from shardctl.base.errors import ShardctlError
 
-_STATUS: Final = re.compile(r"status code: (\d{3})")
-_CODE: Final = re.compile(r"<Code>(\w+)</Code>")
-_REGION: Final = re.compile(r"<Region>([a-z0-9-]+)</Region>")
-_PASSING: Final = {
+_STATUS_CODE_PATTERN: Final = re.compile(r"status code: (\d{3})")
+_ERROR_CODE_PATTERN: Final = re.compile(r"<Code>(\w+)</Code>")
+_REGION_PATTERN: Final = re.compile(r"<Region>([a-z0-9-]+)</Region>")
+_TRANSIENT_STATUSES: Final = {
     HTTPStatus.REQUEST_TIMEOUT,
     HTTPStatus.CONFLICT,
     HTTPStatus.TOO_MANY_REQUESTS,
@@ -29,11 +29,11 @@ _PASSING: Final = {
 _PASSING_CODES: Final = {"RequestTimeout", "IncompleteBody", "BadDigest"}
 """What S3 answers with status 400 when the network, not the request, was at fault (Amazon S3 API Reference, "Error
 responses")."""
-_ELSEWHERE: Final = ("AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException")
+_WRONG_REGION_CODES: Final = ("AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException")
 """What S3 answers to a request that was made for another region."""
-_BARE: Final = "redirect without LOCATION"
+_BARE_REDIRECT_MESSAGE: Final = "redirect without LOCATION"
 """What `object_store` makes of a redirect to another region."""
-_WAIT: Final = 10
+_REGION_TIMEOUT_SECONDS: Final = 10
 """Seconds for the question where a bucket is."""
 
 
@@ -62,7 +62,7 @@ class RefusalReader:
                 f"{doing} failed: a key in it is not a path: {_get_first_line(error)}",
                 "rename that object, or remove it",
             )
-        status = _STATUS.search(str(error))
+        status = _STATUS_CODE_PATTERN.search(str(error))
         refusal = self._elsewhere(error, doing) or (self._by_status(int(status[1]), error, doing) if status else None)
         return refusal or TroubleError(_get_first_line(error))
 
@@ -89,7 +89,7 @@ class RefusalReader:
             return self._forbidden(doing, _get_first_line(error))
         if (
             status >= HTTPStatus.INTERNAL_SERVER_ERROR
-            or status in _PASSING
+            or status in _TRANSIENT_STATUSES
             or _find_error_code(error) in _PASSING_CODES
         ):
             return None
@@ -98,11 +98,11 @@ class RefusalReader:
     def _elsewhere(self, error: BaseException, doing: str) -> ShardctlError | None:
         """Return the error for a bucket in another region, which it names; None if that is not what is wrong."""
         text, code = str(error), _find_error_code(error)
-        status = _STATUS.search(text)
+        status = _STATUS_CODE_PATTERN.search(text)
         wordless = status is not None and status[1] == "400" and not code  # as answers to HEAD are
-        if self._scheme != "s3" or not (_BARE in text or code in _ELSEWHERE or wordless):
+        if self._scheme != "s3" or not (_BARE_REDIRECT_MESSAGE in text or code in _WRONG_REGION_CODES or wordless):
             return None
-        said = _REGION.search(text)
+        said = _REGION_PATTERN.search(text)
         right = said[1] if said else _find_bucket_region(self.root)
         used = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
         if wordless and right in {"", used}:
@@ -124,7 +124,7 @@ def _find_bucket_region(root: str) -> str:
         f"{find_endpoint('s3') or 'https://s3.amazonaws.com'}/{name}", method="HEAD"
     )
     try:
-        with urllib.request.urlopen(request, timeout=_WAIT) as answer:  # noqa: S310
+        with urllib.request.urlopen(request, timeout=_REGION_TIMEOUT_SECONDS) as answer:  # noqa: S310
             return str(answer.headers.get("x-amz-bucket-region", ""))
     except urllib.error.HTTPError as error:
         return str(error.headers.get("x-amz-bucket-region", ""))
@@ -133,7 +133,7 @@ def _find_bucket_region(root: str) -> str:
 
 
 def _find_error_code(error: BaseException) -> str:
-    found = _CODE.search(str(error))
+    found = _ERROR_CODE_PATTERN.search(str(error))
     return found[1] if found else ""
 
 

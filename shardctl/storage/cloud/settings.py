@@ -22,7 +22,7 @@ QUICK: Final = {"max_retries": 2, "retry_timeout": timedelta(seconds=20)}
 """Within one try; further ones are ours, because only between ours a signal is heard."""
 _ONE_REQUEST: Final = timedelta(minutes=5)
 """For all of one, body included: obstore's 30 s are too few for four parts on their way at less than 1.1 MB/s."""
-_ENDPOINTS: Final = {
+_ENDPOINT_VARIABLES: Final = {
     "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
     "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
     "gs": ("STORAGE_EMULATOR_HOST", "GOOGLE_BASE_URL"),
@@ -61,7 +61,7 @@ def build_store_options(scheme: str) -> dict[str, Any]:
 
 def find_endpoint(scheme: str) -> str:
     """Find the address that the user gave for the stores of a scheme; empty where it is the provider's own."""
-    said = next(filter(None, (os.environ.get(name, "") for name in _ENDPOINTS[scheme])), "")
+    said = next(filter(None, (os.environ.get(name, "") for name in _ENDPOINT_VARIABLES[scheme])), "")
     if scheme == "gs":
         said = _add_scheme(said) if said else next(_list_google_endpoints(), "")
     return said.rstrip("/")
@@ -69,7 +69,9 @@ def find_endpoint(scheme: str) -> str:
 
 def _find_endpoint_variable(scheme: str) -> str:
     """Find what names the endpoint."""
-    return next((name for name in _ENDPOINTS[scheme] if os.environ.get(name)), "gcs_base_url of the service account")
+    return next(
+        (name for name in _ENDPOINT_VARIABLES[scheme] if os.environ.get(name)), "gcs_base_url of the service account"
+    )
 
 
 def _add_scheme(host: str) -> str:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shardctl.storage import Span
     from shardctl.storage.cloud.bucket import CloudBucket
 
-_LIBRARY: Final = 100 << 20
+_OBSTORE_MEMORY_BYTES: Final = 100 << 20
 """Anonymous memory of obstore, its connections, and the ranges that threads have on their way."""
 
 
@@ -26,7 +26,7 @@ class CloudSource(UnpromisedSource):
     twice.
     """
 
-    held_bytes = KEPT + _LIBRARY
+    held_bytes = KEPT + _OBSTORE_MEMORY_BYTES
     folder = None
 
     def __init__(self, bucket: CloudBucket) -> None:

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
     from shardctl.storage.hub.source import HubSource
 
-_SECONDS: Final = ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT")
+_TIMEOUT_VARIABLES: Final = ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT")
 """What huggingface_hub takes for whole numbers as it is imported, and fails if they are none (`constants.py`); so does
 transformers, which imports it."""
-_LONGEST: Final = 86_400
+_MAX_TIMEOUT_SECONDS: Final = 86_400
 """Seconds in a day; a wait of more than about 292 years is an error in the system's own calls."""
 
 
@@ -36,16 +36,16 @@ def refuse_shared_hub(place: object) -> None:
 
 def check_settings(environment: Mapping[str, str]) -> None:
     """Raise UsageError for a value of the environment that huggingface_hub cannot be imported or used with."""
-    for name in _SECONDS:
+    for name in _TIMEOUT_VARIABLES:
         text = environment.get(name, "").strip()
         try:
-            usable = not text or 0 <= int(text) <= _LONGEST  # of 0 the library makes its default
+            usable = not text or 0 <= int(text) <= _MAX_TIMEOUT_SECONDS  # of 0 the library makes its default
         except ValueError:
             usable = False
         if not usable:
             raise UsageError(
                 f"{name} is {text[:80]!r}, which is not a number of seconds",
-                hint=f"unset it, or give a whole number from 1 to {_LONGEST}",
+                hint=f"unset it, or give a whole number from 1 to {_MAX_TIMEOUT_SECONDS}",
             )
     endpoint = environment.get("HF_ENDPOINT", "").strip()
     if endpoint:

@@ -10,14 +10,14 @@ from urllib.parse import unquote
 from shardctl.base.errors import UsageError
 from shardctl.base.value import value_class
 
-_SCHEME: Final = "hf://"
-_REPOSITORY: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9._-]{1,96}")
+_HUB_SCHEME: Final = "hf://"
+_REPOSITORY_PATTERN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9._-]{1,96}")
 _OTHER_KINDS: Final = ("datasets", "spaces", "kernels", "buckets")
 """What the first part of an address says of repositories that hold no model (huggingface_hub, `constants.py`)."""
-_SPECIAL: Final = re.compile(r"refs/(?:pr/[0-9]+|convert/[\w.-]+)")
+_SPECIAL_REVISION_PATTERN: Final = re.compile(r"refs/(?:pr/[0-9]+|convert/[\w.-]+)")
 """Revisions whose name holds a slash, as the Hub itself makes them; others have it as ``%2F``."""
-_USUAL: Final = "main"
-_COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+_DEFAULT_REVISION: Final = "main"
+_COMMIT_HASH_PATTERN: Final = re.compile(r"[0-9a-f]{40}")
 
 
 @value_class
@@ -26,7 +26,7 @@ class HubAddress:
 
     repository: str
     """``owner/name``."""
-    revision: str = _USUAL
+    revision: str = _DEFAULT_REVISION
     """A branch, a tag or a commit."""
     inside: str = ""
     """A folder, or one file; empty for the whole repository."""
@@ -39,32 +39,32 @@ class HubAddress:
 
         Without ``hf://`` all that follows the ``@`` is the revision.
         """
-        bare = not text.startswith(_SCHEME)
-        rest = text.removeprefix(_SCHEME).removeprefix("models/")
+        bare = not text.startswith(_HUB_SCHEME)
+        rest = text.removeprefix(_HUB_SCHEME).removeprefix("models/")
         head, at, tail = rest.partition("@")
         if not at:
             parts = rest.split("/", 2)
             head, inside = "/".join(parts[:2]), "/".join(parts[2:])
-            revision = _USUAL
+            revision = _DEFAULT_REVISION
         elif bare:
             revision, inside = tail, ""
         else:
-            special = _SPECIAL.match(tail)
+            special = _SPECIAL_REVISION_PATTERN.match(tail)
             revision = special[0] if special else tail.partition("/")[0]
             inside = tail[len(revision) :]
         if head.partition("/")[0] in _OTHER_KINDS:
             raise UsageError(f"{text} is not a model", hint="models are hf://owner/name[@revision][/folder]")
         inside, revision = unquote(inside.strip("/")), unquote(revision)
         wrong = inside and not {"", ".", ".."}.isdisjoint(inside.split("/"))
-        if not _REPOSITORY.fullmatch(head) or not revision or wrong:
+        if not _REPOSITORY_PATTERN.fullmatch(head) or not revision or wrong:
             raise UsageError(f"{text} is not the address of a model", hint="write hf://owner/name[@revision][/folder]")
         return cls(head, revision, inside, bare)
 
     @property
     def commit(self) -> str | None:
         """The revision, if it is a whole commit, which never moves."""
-        return self.revision if _COMMIT.fullmatch(self.revision) else None
+        return self.revision if _COMMIT_HASH_PATTERN.fullmatch(self.revision) else None
 
     def at(self, commit: str) -> str:
         """Return the address as text, bound to a commit."""
-        return f"{_SCHEME}{self.repository}@{commit}" + (f"/{self.inside}" if self.inside else "")
+        return f"{_HUB_SCHEME}{self.repository}@{commit}" + (f"/{self.inside}" if self.inside else "")

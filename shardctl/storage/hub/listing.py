@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
     Answer = TypeVar("Answer")
 
-_SHA256: Final = 64
+_SHA256_HEX_DIGITS: Final = 64
 """Hexadecimal digits."""
 _FIRST_TRIES: Final = 3
 """Before the Hub has answered at all: whoever is not connected should not wait long to hear of it."""
-_LARGEST: Final = 2**63 - 1
+_MAX_FILE_BYTES: Final = 2**63 - 1
 """Bytes; file systems, and the Hub's own, have no larger files."""
-_COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+_COMMIT_HASH_PATTERN: Final = re.compile(r"[0-9a-f]{40}")
 
 
 NOT_AN_ANSWER: Final = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
@@ -106,7 +106,7 @@ def _list_from_hub(address: HubAddress, stop: StopRequest) -> HubListing:
         validate_repo_id(address.repository)
         found, _ = hub.ask(f"{api}/revision/{quote(address.revision, safe='')}?expand=sha")
         commit = found.get("sha") if isinstance(found, dict) else None
-        if not isinstance(commit, str) or _COMMIT.fullmatch(commit) is None:
+        if not isinstance(commit, str) or _COMMIT_HASH_PATTERN.fullmatch(commit) is None:
             raise SourceError(f"the Hub does not say at which commit {address.revision} of {address.repository} is")
         return commit
 
@@ -195,7 +195,7 @@ def _select_visible_files(files: Mapping[str, HubFile]) -> dict[str, HubFile]:
             raise HostileError(f"the Hub lists a file {path!r}, which would lie outside of its repository")
         if not is_text(path):
             raise SourceError(f"the Hub lists a file {path!a:.200}, whose name is not Unicode text")
-        if not isinstance(file.size, int) or not 0 <= file.size <= _LARGEST:
+        if not isinstance(file.size, int) or not 0 <= file.size <= _MAX_FILE_BYTES:
             raise SourceError(f"the Hub lists {path!r} with a size of {file.size!r}")
     return {path: files[path] for path in sorted(files) if HIDDEN.isdisjoint(path.split("/")[:-1])}
 
@@ -234,7 +234,7 @@ def _list_from_cache(address: HubAddress) -> HubListing:
         if not reference.is_file():
             raise build_offline_error(address, f"is neither a path here nor in the Hub's cache at {address.revision}")
         commit = reference.read_text(errors="replace").strip()
-        if _COMMIT.fullmatch(commit) is None:
+        if _COMMIT_HASH_PATTERN.fullmatch(commit) is None:
             raise build_offline_error(address, f"has no commit in the Hub's cache for {address.revision}")
     snapshot = folder / "snapshots" / commit
     if not snapshot.is_dir():
@@ -248,7 +248,7 @@ def _walk_snapshot(folder: Path, snapshot: Path) -> Iterator[tuple[str, HubFile]
             file = Path(parent, name)
             if file.is_file():
                 blob = file.readlink().name if file.is_symlink() else ""
-                sha256 = blob if len(blob) == _SHA256 else ""
+                sha256 = blob if len(blob) == _SHA256_HEX_DIGITS else ""
                 yield (
                     file.relative_to(snapshot).as_posix(),
                     HubFile(file.stat().st_size, blob, sha256, file.relative_to(folder).as_posix()),

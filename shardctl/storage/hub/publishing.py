@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 HELD: Final = 64 << 20
 """Anonymous memory that sending takes: the library's five threads, and small files until they are committed."""
 _HOW_ALLOWED: Final = "log in with `hf auth login` and a token that may write, or set HF_TOKEN"
-_AGAIN: Final = "run the same command again; files that were sent already are not sent again"
+_RERUN_COMMAND_HINT: Final = "run the same command again; files that were sent already are not sent again"
 
 
 class HubRepository:
@@ -209,13 +209,15 @@ class HubRepository:
                     hint="look at what it has now, and run the same command again",
                 )
             if status in PASSING:
-                return TransientError(f"{self.name} cannot be {what}: the Hub answers HTTP {status}", hint=_AGAIN)
+                return TransientError(
+                    f"{self.name} cannot be {what}: the Hub answers HTTP {status}", hint=_RERUN_COMMAND_HINT
+                )
             return DestinationError(
                 f"{self.name} cannot be {what}: {cause.server_message or f'HTTP {status}'}",
                 hint="if the Hub has lost what an earlier run sent, add --no-resume",
             )
         if isinstance(cause, TransportError):
-            return TransientError(f"{self.name} cannot be {what}: {cause}", hint=_AGAIN)
+            return TransientError(f"{self.name} cannot be {what}: {cause}", hint=_RERUN_COMMAND_HINT)
         return DestinationError(f"{self.name} cannot be {what}: {cause}")
 
 

@@ -18,7 +18,7 @@ from shardctl.storage.hub.statuses import REDIRECTS
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-_LARGEST: Final = 16 << 20
+_MAX_RESPONSE_BYTES: Final = 16 << 20
 """Bytes of one answer: a page of 1,000 files has half a million."""
 _MOST_REDIRECTS: Final = 5
 """A renamed repository is one."""
@@ -51,20 +51,25 @@ class HubQuestions:
                 location = response.headers.get("location")
                 if response.status_code in REDIRECTS:
                     if not location:
-                        raise SourceError("the Hub redirects a request without saying where to", hint=_ENDPOINT)
+                        raise SourceError(
+                            "the Hub redirects a request without saying where to", hint=_CHECK_ENDPOINT_HINT
+                        )
                     url = urljoin(url, location)
                     continue
-                answer = read_bounded(response, _LARGEST, seconds)
+                answer = read_bounded(response, _MAX_RESPONSE_BYTES, seconds)
             hf_raise_for_status(answer)
             if not answer.content:
-                raise SourceError(f"the Hub's answer has no content, or more than {_LARGEST:,} bytes", hint=_ENDPOINT)
+                raise SourceError(
+                    f"the Hub's answer has no content, or more than {_MAX_RESPONSE_BYTES:,} bytes",
+                    hint=_CHECK_ENDPOINT_HINT,
+                )
             following = answer.links.get("next", {}).get("url")
             try:
                 document = json.loads(answer.content)
             except RecursionError as error:
-                raise SourceError("the Hub's answer is nested without end", hint=_ENDPOINT) from error
+                raise SourceError("the Hub's answer is nested without end", hint=_CHECK_ENDPOINT_HINT) from error
             return document, urljoin(url, following) if following else None
-        raise SourceError("the Hub redirects a request to its API without end", hint=_ENDPOINT)
+        raise SourceError("the Hub redirects a request to its API without end", hint=_CHECK_ENDPOINT_HINT)
 
     def pages(self, url: str) -> Iterator[Any]:
         """Yield the documents of all pages, of which this is the address of the first; raises as `ask`."""
@@ -72,9 +77,11 @@ class HubQuestions:
         following: str | None = url
         while following is not None:
             if following in asked:
-                raise SourceError("a page of the Hub's listing names one before it as the next", hint=_ENDPOINT)
+                raise SourceError(
+                    "a page of the Hub's listing names one before it as the next", hint=_CHECK_ENDPOINT_HINT
+                )
             if len(asked) == _MOST_PAGES:
-                raise SourceError(f"the Hub's listing has more than {_MOST_PAGES:,} pages", hint=_ENDPOINT)
+                raise SourceError(f"the Hub's listing has more than {_MOST_PAGES:,} pages", hint=_CHECK_ENDPOINT_HINT)
             asked.add(following)
             document, following = self.ask(following)
             yield document
@@ -83,8 +90,8 @@ class HubQuestions:
         if not same_origin(url, self._endpoint):
             raise HostileError(
                 "the Hub's answer names an address of another host, which must not see the token",
-                hint=_ENDPOINT,
+                hint=_CHECK_ENDPOINT_HINT,
             )
 
 
-_ENDPOINT: Final = "is HF_ENDPOINT right? A mirror must answer as the Hub does, with addresses of its own"
+_CHECK_ENDPOINT_HINT: Final = "is HF_ENDPOINT right? A mirror must answer as the Hub does, with addresses of its own"

@@ -46,11 +46,11 @@ if TYPE_CHECKING:
 
 _CONTENT_RANGE: Final = re.compile(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19}|\*)")
 _MOST_REDIRECTS: Final = 5
-_WHOLE: Final = 16 << 20
+_MAX_WHOLE_FILE_BYTES: Final = 16 << 20
 """Bytes of a file that is still read from its beginning where a server gives no ranges of it."""
-_PROGRESS: Final = 64 << 10
+_MIN_PROGRESS_BYTES: Final = 64 << 10
 """Bytes after which a connection that breaks was worth it, and the tries are counted anew."""
-_SLICE: Final = 256 << 10
+_RECEIVE_CHUNK_BYTES: Final = 256 << 10
 """Bytes received at once, between two looks at whether to stop."""
 
 
@@ -107,7 +107,7 @@ class RangeReader:
                 else:
                     problem = TroubleError(f"the connection ended {len(into) - done - got:,} bytes too early")
                 done, recent = done + got, recent + got
-                if recent >= _PROGRESS:
+                if recent >= _MIN_PROGRESS_BYTES:
                     attempt.retry_state.attempt_number, recent = 1, 0
                 if done < len(into):
                     problem.last = self._too_large(path) if needs_xet(file) and not by_xet else None
@@ -242,12 +242,12 @@ class RangeReader:
 
     def _receive(self, body: ResponseBody, skip: int, into: memoryview, stop: StopRequest) -> int:
         """Return the same, straight into memory."""
-        spare = memoryview(bytearray(min(skip, _SLICE)))
+        spare = memoryview(bytearray(min(skip, _RECEIVE_CHUNK_BYTES)))
         done, pace = -skip, PaceMeter(self._timeout)
         try:
             while done < len(into):
                 raise_if_stopped(stop)
-                got = body.readinto(into[done : done + _SLICE] if done >= 0 else spare[:-done])
+                got = body.readinto(into[done : done + _RECEIVE_CHUNK_BYTES] if done >= 0 else spare[:-done])
                 if not got:
                     break
                 done += got
@@ -264,7 +264,9 @@ class RangeReader:
         if isinstance(response, ResponseBody):
             return SourceError(f"the place that the Hub has {path} at answers with HTTP {response.status_code}")
         if response.status_code in REDIRECTS:  # whose body was read, so that the connection can be used again
-            return SourceError(f"the Hub redirects a request for {path} without saying where to", hint=_BETWEEN)
+            return SourceError(
+                f"the Hub redirects a request for {path} without saying where to", hint=_BYPASS_PROXY_HINT
+            )
         try:
             hf_raise_for_status(read_bounded(response, EXPLAINED, self._patient))
         except HfHubHTTPError as error:
@@ -310,11 +312,11 @@ def _check_response(response: Response, path: str, size: int, start: int, stop: 
     """
     encoding = response.headers.get("content-encoding", "identity")
     if encoding != "identity":
-        raise SourceError(f"{path} was sent encoded as {encoding}, which was not requested", hint=_BETWEEN)
+        raise SourceError(f"{path} was sent encoded as {encoding}, which was not requested", hint=_BYPASS_PROXY_HINT)
     length = response.headers.get("content-length")
     if response.status_code == 200:  # noqa: PLR2004 - the whole file
-        if size > _WHOLE and (start, stop) != (0, size):
-            raise SourceError(f"a part of {path} was requested, but all of it was sent", hint=_BETWEEN)
+        if size > _MAX_WHOLE_FILE_BYTES and (start, stop) != (0, size):
+            raise SourceError(f"a part of {path} was requested, but all of it was sent", hint=_BYPASS_PROXY_HINT)
         if length is not None and length != str(size):
             raise TroubleError(f"{length} bytes were sent of a file of {size:,}")
         return start
@@ -328,7 +330,7 @@ def _check_response(response: Response, path: str, size: int, start: int, stop: 
     return 0
 
 
-_BETWEEN: Final = "a proxy or a mirror changes the Hub's answers; bypass it, or download the files first"
+_BYPASS_PROXY_HINT: Final = "a proxy or a mirror changes the Hub's answers; bypass it, or download the files first"
 
 
 def _resolve_redirect(url: str, location: str, path: str) -> str:
@@ -343,7 +345,7 @@ def _resolve_redirect(url: str, location: str, path: str) -> str:
     except ValueError:
         scheme = host = ""
     if scheme not in {"http", "https"} or not host:
-        raise SourceError(f"a request for {path} is redirected to an address that is not HTTP", hint=_BETWEEN)
+        raise SourceError(f"a request for {path} is redirected to an address that is not HTTP", hint=_BYPASS_PROXY_HINT)
     return found
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 BROKEN: Final = (OSError, http.client.HTTPException)
 """What a connection that fails raises, when it is opened and when it is read."""
-_KEPT: Final = 16
+_MAX_IDLE_CONNECTIONS: Final = 16
 """Connections that wait for their next request."""
 
 
@@ -123,7 +123,7 @@ class SocketPool:
     def _keep(self, parts: SplitResult, connection: http.client.HTTPConnection) -> None:
         with self._lock:
             self._idle.append(((parts.scheme, parts.netloc), connection))
-            _, oldest = self._idle.pop(0) if len(self._idle) > _KEPT else (None, None)
+            _, oldest = self._idle.pop(0) if len(self._idle) > _MAX_IDLE_CONNECTIONS else (None, None)
         if oldest is not None:
             oldest.close()
 

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from shardctl.storage.hub.address import HubAddress
     from shardctl.storage.hub.listing import HubFile, HubListing
 
-_LIBRARIES: Final = 40 << 20
+_LIBRARY_MEMORY_BYTES: Final = 40 << 20
 """Anonymous memory of huggingface_hub, its HTTP client, certificates and connections."""
 
-_INDEX: Final = "model.safetensors.index.json"
-_FEWEST: Final = 4
+_INDEX_FILE: Final = "model.safetensors.index.json"
+_MIN_SHARDS_FOR_METADATA: Final = 4
 """Shards from which on one request, and one more to see that main has not moved, are fewer than theirs."""
-_BRANCH: Final = "main"
+_DEFAULT_BRANCH: Final = "main"
 _LENGTH_BYTES: Final = 8
 _SLACK, _BESIDES = 2, 1024
 """A header in its file may be this much longer than without spaces; one that lacks tensors would be longer still."""
@@ -46,7 +46,7 @@ _SLACK, _BESIDES = 2, 1024
 class HubSource:
     """The files of a model at the commit that its revision was at when it was opened."""
 
-    held_bytes = KEPT + REREAD_BYTES + _LIBRARIES
+    held_bytes = KEPT + REREAD_BYTES + _LIBRARY_MEMORY_BYTES
 
     def __init__(self, text: str, address: HubAddress) -> None:
         """`text` is the address as a person wrote it.
@@ -261,15 +261,19 @@ def _fetch_headers(address: HubAddress, listing: HubListing, shards: Collection[
 
     from shardctl.storage.hub.library import HfHubHTTPError, TransportError, build_hf_headers
 
-    if address.revision != _BRANCH or _INDEX not in listing.files or len(shards) < _FEWEST:
+    if (
+        address.revision != _DEFAULT_BRANCH
+        or _INDEX_FILE not in listing.files
+        or len(shards) < _MIN_SHARDS_FOR_METADATA
+    ):
         return {}
     headers = build_hf_headers(library_name="shardctl", library_version=__version__)
     hub = HubQuestions(constants.ENDPOINT, headers, constants.HF_HUB_DOWNLOAD_TIMEOUT)
     api = f"{constants.ENDPOINT}/api/models/{address.repository}"
     try:
-        document, _ = hub.ask(f"{api}/safetensors-metadata/{quote(_INDEX)}")
+        document, _ = hub.ask(f"{api}/safetensors-metadata/{quote(_INDEX_FILE)}")
         found = {path: _build_beginning(document["headers"][path], listing.files[path].size) for path in shards}
-        now, _ = hub.ask(f"{api}/revision/{_BRANCH}?expand=sha")
+        now, _ = hub.ask(f"{api}/revision/{_DEFAULT_BRANCH}?expand=sha")
         return found if now["sha"] == listing.commit else {}
     except (HfHubHTTPError, TransportError, TroubleError, ShardctlError, *NOT_AN_ANSWER):
         return {}

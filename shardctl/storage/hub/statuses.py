@@ -15,7 +15,7 @@ PASSING: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
 EXPIRED: Final = frozenset({400, 401, 403, 404, 410})
 """What stores say of a signed address whose time is over; each its own."""
-_RESET: Final = re.compile(r"\br\s*=\s*0\s*;\s*t\s*=\s*([0-9]{1,6})")
+_RATE_LIMIT_RESET_PATTERN: Final = re.compile(r"\br\s*=\s*0\s*;\s*t\s*=\s*([0-9]{1,6})")
 """The Hub says ``"resolvers";r=0;t=55`` if nothing remains, and in 55 seconds will (its docs, "Rate limits")."""
 
 
@@ -34,5 +34,5 @@ def parse_retry_after(headers: Mapping[str, str]) -> float | None:
             return max(parsedate_to_datetime(text).timestamp() - time.time(), 0.0)
         except ValueError:
             return None
-    reset = _RESET.search(headers.get("ratelimit", ""))
+    reset = _RATE_LIMIT_RESET_PATTERN.search(headers.get("ratelimit", ""))
     return float(reset[1]) + 1 if reset else None

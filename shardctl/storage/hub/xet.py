@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shardctl.storage.hub.listing import HubFile
     from shardctl.storage.hub.questions import HubQuestions
 
-_SCHEMES: Final = frozenset({"https", "http"})
+_SERVER_URL_SCHEMES: Final = frozenset({"https", "http"})
 """Of the address of Xet's server that the Hub names; hf_xet would make a directory for another."""
 
 
@@ -77,7 +77,7 @@ class XetRanges:
         with self._lock:
             if self._opened is None:
                 found, _ = self._hub.ask(self._token_url)
-                if urlsplit(found["casUrl"]).scheme not in _SCHEMES:
+                if urlsplit(found["casUrl"]).scheme not in _SERVER_URL_SCHEMES:
                     raise HostileError("the Hub names a server of Xet that is not reached by HTTP")
                 self._opened = module.XetSession().new_download_stream_group(
                     endpoint=found["casUrl"],

@@ -28,11 +28,11 @@ HUB_NAMES: Final = "hub"
 """What `--names` calls the names of the Hub."""
 SAVED_AS: Final = "5.24"
 """The version of transformers whose `save_pretrained` is meant; the table is of its first release."""
-_TABLE: Final = "conversions.json"
-_REFERENCE: Final = re.compile(r"\\(\d+)")
+_CONVERSION_TABLE_FILE: Final = "conversions.json"
+_BACKREFERENCE_PATTERN: Final = re.compile(r"\\(\d+)")
 _AUTO_ORDER: Final = ("multimodal", "causal", "seq2seq", "base")
 """Where the class of a model type is looked for, if the config names a class that transformers does not have."""
-_KINDS: Final = ("rename", "group", "arrays", "prefix")
+_CONVERSION_KINDS: Final = ("rename", "group", "arrays", "prefix")
 SAVED_FOR_NOBODY: Final = frozenset({"Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration"})
 """Classes whose `save_pretrained` in transformers 5.24 writes names that the Hub's files and engines do not have.
 
@@ -86,7 +86,7 @@ class NameTransform:
         if self.offset:
             replacement = replacement.replace(r"\1", str(int(found[start + 1]) + self.offset))
         elif "\\" in replacement:
-            replacement = _REFERENCE.sub(lambda reference: found[start + int(reference[1])], replacement)
+            replacement = _BACKREFERENCE_PATTERN.sub(lambda reference: found[start + int(reference[1])], replacement)
         return NameMatch(prefix + rest.replace(found[0], replacement, 1), alternative)
 
     def _find_prefix(self, name: str) -> str | None:
@@ -186,18 +186,18 @@ def _compile_pattern(pattern: str) -> re.Pattern[str]:
 @cache
 def _read_table() -> Mapping[str, Any]:
     """Read the table; raises ValueError if it is not one, which is a fault of the package."""
-    table = json.loads(files("shardctl.models.names.hub").joinpath(_TABLE).read_text(encoding="utf-8"))
+    table = json.loads(files("shardctl.models.names.hub").joinpath(_CONVERSION_TABLE_FILE).read_text(encoding="utf-8"))
     for name, transforms in table["conversions"].items():
         same = table["conversions"].get(transforms) if isinstance(transforms, str) else transforms
         if not isinstance(same, list) or not all(map(_is_transform, same)):
-            raise ValueError(f"{_TABLE}: the conversions of {name} are not understood")
+            raise ValueError(f"{_CONVERSION_TABLE_FILE}: the conversions of {name} are not understood")
     return cast("Mapping[str, Any]", table)
 
 
 def _is_transform(said: Mapping[str, Any]) -> bool:
     """Return whether a transform has both directions, and only operations that are known."""
     names = {name for name, *_ in said["save"].get("operations", ())}
-    return said["kind"] in _KINDS and bool(said["load"]["to"] and said["save"]["to"]) and names <= OPERATIONS
+    return said["kind"] in _CONVERSION_KINDS and bool(said["load"]["to"] and said["save"]["to"]) and names <= OPERATIONS
 
 
 class ClassInModel(NamedTuple):

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from shardctl.tensors.manifest import Manifest, Tensor
 
 
-_HEAD: Final = "lm_head."
+_LM_HEAD_PREFIX: Final = "lm_head."
 """How names of the head begin, which lies outside the base model."""
 
 
@@ -157,7 +157,7 @@ def _name_hub_arrays(arrays: Iterable[TensorFusion], conversions: NameConversion
     base = next((f"{each.base_prefix}." for each in conversions.loading if each.base_prefix), "")
     for array in sorted(arrays, key=lambda each: _sort_naturally(each.name)):
         name = loading.rename(array.name)
-        if not name.startswith((base, _HEAD)):  # transformers adds the base model's prefix when it loads
+        if not name.startswith((base, _LM_HEAD_PREFIX)):  # transformers adds the base model's prefix when it loads
             name = base + name
         yield replace(array, name=saving.rename(name))
 

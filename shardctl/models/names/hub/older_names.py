@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
     from shardctl.tensors.manifest import Manifest
 
-_INKLING2: Final = re.compile(r"(?P<attention>model\.(?:language_model\.)?layers\.\d+\.self_attn)\.(?P<rest>.+)")
+_INKLING2_ATTENTION_PATTERN: Final = re.compile(
+    r"(?P<attention>model\.(?:language_model\.)?layers\.\d+\.self_attn)\.(?P<rest>.+)"
+)
 _INKLING2_RENAMES: Final = (
     (re.compile(r"(q|k|v|o)_proj\.weight"), r"\1_proj.linear.weight"),
     (re.compile(r"(k|v)_sconv\.(.+)"), r"\1_proj.sconv.\2"),
@@ -34,7 +36,7 @@ _INKLING2_TYPES: Final = ("inkling2", "inkling2_text")
 
 def modernize_name(name: str, config: Mapping[str, Any]) -> str:
     """Return what transformers 5.24 calls a tensor in memory that an earlier version called `name`."""
-    found = _INKLING2.fullmatch(name) if config.get("model_type") in _INKLING2_TYPES else None
+    found = _INKLING2_ATTENTION_PATTERN.fullmatch(name) if config.get("model_type") in _INKLING2_TYPES else None
     if found is None:
         return name
     for pattern, new in _INKLING2_RENAMES:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PADDING: Final = "Inkling2UnpadVocab"
 """The operation that adds rows of zeros, which `pad_saved_tensors` has done before."""
-_HEADS: Final = ("num_attention_heads", "num_heads", "n_heads", "vt_num_attention_heads")
+_HEAD_COUNT_KEYS: Final = ("num_attention_heads", "num_heads", "n_heads", "vt_num_attention_heads")
 """Keys for the number of heads, as configs of transformers and of the Hub have it."""
 
 
@@ -63,7 +63,7 @@ _Arrays = dict[str, list[HubArray]]
 
 def apply_operation(name: str, settings: Mapping[str, Any], arrays: _Arrays, context: OperationContext) -> _Arrays:
     """Apply an operation of the table; raises UnsupportedError where transformers would fail, too."""
-    return _OPERATIONS[name](settings, arrays, context)
+    return _OPERATIONS_BY_NAME[name](settings, arrays, context)
 
 
 def _chunk(settings: Mapping[str, Any], arrays: _Arrays, context: OperationContext) -> _Arrays:
@@ -113,7 +113,7 @@ def _permute_for_rope(settings: Mapping[str, Any], arrays: _Arrays, context: Ope
     for source, (array, *_) in arrays.items():
         target = source if chained else context.target
         if names is None or any(name in source for name in names):
-            heads = context.find_size(settings, _HEADS)
+            heads = context.find_size(settings, _HEAD_COUNT_KEYS)
             runs = 2 if settings.get("inverse") else array.shape[0] // heads // 2
             array = interleave(array, 0, heads, runs)  # noqa: PLW2901 - the same rows in another order
         found[target] = [array]
@@ -159,7 +159,7 @@ def _take_only(arrays: _Arrays) -> HubArray:
     return found
 
 
-_OPERATIONS: Final[Mapping[str, Callable[[Mapping[str, Any], _Arrays, OperationContext], _Arrays]]] = {
+_OPERATIONS_BY_NAME: Final[Mapping[str, Callable[[Mapping[str, Any], _Arrays, OperationContext], _Arrays]]] = {
     "Chunk": _chunk,
     "Concatenate": _concatenate,
     "SplitModulelist": _split_module_list,
@@ -171,7 +171,7 @@ _OPERATIONS: Final[Mapping[str, Callable[[Mapping[str, Any], _Arrays, OperationC
     "Inkling2LoopMergeMessageQueries": _split_message_queries,
     "Inkling2LoopDequantizeExperts": _keep,  # which quantizes nothing when it saves
 }
-OPERATIONS: Final = frozenset(_OPERATIONS)
+OPERATIONS: Final = frozenset(_OPERATIONS_BY_NAME)
 """The operations of the table that are known."""
 CHECK_DIMS: Final = "check_dims"
 """The setting of `Transpose` by which it leaves an array alone that has the shape of the class's."""
