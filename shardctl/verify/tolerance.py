@@ -8,8 +8,8 @@ the narrow type, in fp32, and in the narrow type with its weights cut as the mes
 which sound ranks add. Logits of sound ranks are no farther from the source's than both are from fp32 together, and
 may be `MARGIN` times as far; a block may be `MARGIN` times as far as the worst block is for another order of sums, and
 no farther than `_MAX_TOLERANCES_BY_DTYPE`, so that a cut through what belongs together is not taken for rounding. As
-sound ranks do the same sums as the source's weights in their place, bits must be equal to those: that finds what is smaller than
-rounding.
+sound ranks do the same sums as the source's weights in their place, bits must be equal to those: that finds what is
+smaller than rounding.
 """
 
 from __future__ import annotations
