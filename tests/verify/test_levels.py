@@ -478,6 +478,8 @@ class TestForward:
             "error": 0.25,
             "rank": "rank 1 (tp1)",
             "miscut": False,
+            "cosine": 1.0,
+            "largest": 0.0,
         }
         joined = {"reason": "joined: it is loose", "share": 0.25, "names": ["bias"]}
         assert forward["share"] == {"own": 0.75, "joined": [joined]}
