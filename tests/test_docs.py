@@ -185,6 +185,11 @@ def test_the_transcripts_of_the_tutorial_are_what_the_program_says(minilm, tmp_p
     assert check_sessions(ROOT / "docs/tutorial.md", tmp_path) > 5
 
 
+def test_the_start_of_the_readme_prints_what_it_shows(minilm, tmp_path):
+    (tmp_path / "all-MiniLM-L6-v2").symlink_to(minilm)
+    assert check_sessions(ROOT / "README.md", tmp_path) == 5
+
+
 def test_the_transcripts_of_troubleshooting_are_what_the_program_says(runs, tmp_path):
     for each in runs.iterdir():
         (tmp_path / each.name).symlink_to(each)
