@@ -177,7 +177,7 @@ def test_keywords_are_the_long_options_of_the_command(verb):
     command = typer.main.get_command(app).commands[verb]
     options = [each for each in command.params if each.param_type_name == "option" and not each.hidden]
     names = {script.name_keyword(next(name for name in each.opts if name.startswith("--"))) for each in options}
-    aliases = [alias for _, option in FUNCTIONS[verb].aliased for alias in option.aliases]
+    aliases = [alias for option in FUNCTIONS[verb].declared.values() for alias in option.aliases]
     names |= {script.name_keyword(alias.partition("=")[0]) for alias in aliases}
     left = {"json", "report", "junit", "summary", "each", "fail_fast", "worker", "newest_good"}
     left |= {"quiet", "verbose", "log", "help", "help_all"} | ({"engine"} if verb == "reshard" else set())

@@ -84,9 +84,16 @@ def format_own_help(command: Any) -> str:  # noqa: ANN401 - click's group
 def format_verb_help(name: str, command: Any, *, brief: bool) -> str:  # noqa: ANN401 - click's group
     """Format what most people need to know of a verb, briefly for a small terminal."""
     verb = VERBS[name]
-    rarer: frozenset[str] = getattr(verb, "RARER", frozenset()) if brief else frozenset()
-    common = [flag for flag in verb.COMMON if flag not in rarer]
-    return format_short_help(f"shardctl {name}", command.commands[name], common, verb.EXAMPLES, brief=brief)
+    declared = FUNCTIONS[name].declared  # type: ignore[attr-defined]  # `spread_options` sets it
+    return format_short_help(
+        f"shardctl {name}",
+        command.commands[name],
+        verb.COMMON,
+        declared,
+        verb.EXAMPLES,
+        getattr(verb, "PAGE", "docs/guide.md"),
+        brief=brief,
+    )
 
 
 def answer_shell(asked: list[str]) -> None:

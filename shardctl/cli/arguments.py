@@ -11,8 +11,14 @@ from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.options.declaration import CommandOption, HelpPanel, PathAccess
 from shardctl.options.places import parse_output_file, parse_place
 
-_PLACES = "A path, owner/name[@revision] on the Hub, or an s3://, gs:// or az:// address."
-_WHERE = "A directory that is new, empty or written by shardctl, or an hf://, s3://, gs:// or az:// address."
+_PLACES = (
+    "A path, owner/name on the Hub, or an address. The name may have a revision, as in owner/name@main; addresses "
+    "begin with s3://, gs:// or az://."
+)
+_WHERE = (
+    "A new or empty directory, or an address. A directory that shardctl wrote is resumed, or replaced with "
+    "--overwrite; addresses begin with hf://, s3://, gs:// or az://."
+)
 
 
 def declare_place(metavar: str, text: str) -> typer.models.ArgumentInfo:
@@ -23,9 +29,11 @@ def declare_place(metavar: str, text: str) -> typer.models.ArgumentInfo:
     return argument
 
 
-def declare_report(text: str, metavar: str = "FILE") -> CommandOption:
+def declare_report(text: str, *, brief: str) -> CommandOption:
     """Declare an option for a file that a view of the result is written to."""
-    return CommandOption(HelpPanel.REPORTS, text, metavar=metavar, parser=parse_output_file, access=PathAccess.WRITTEN)
+    return CommandOption(
+        HelpPanel.REPORTS, text, brief=brief, metavar="FILE", parser=parse_output_file, access=PathAccess.WRITTEN
+    )
 
 
 _PAGES = (".html", ".htm")
@@ -45,6 +53,7 @@ Page = Annotated[
     CommandOption(
         HelpPanel.REPORTS,
         "Write a self-contained HTML report as well.",
+        brief="Write an HTML page as well",
         metavar="FILE.html",
         parser=parse_page_file,
         access=PathAccess.WRITTEN,
@@ -52,7 +61,12 @@ Page = Annotated[
 ]
 Source = Annotated[str, declare_place("SRC", _PLACES)]
 Destination = Annotated[str | None, declare_place(DESTINATION, _WHERE)]
-Json = Annotated[bool, CommandOption(HelpPanel.GENERAL, "Print one JSON document instead of text.")]
+Json = Annotated[
+    bool,
+    CommandOption(
+        HelpPanel.GENERAL, "Print one JSON document instead of text.", brief="Print one JSON document instead of text"
+    ),
+]
 PlannedConversionOptions = Annotated[ReshardOptions, OmittedOptions({"consumer"})]
 """What `plan` converts a checkpoint to: its own --for says what the devices are for."""
 StoredSource = Annotated[SourceOptions, OmittedOptions({"rules_from", "kv_heads"})]

@@ -9,7 +9,9 @@ from shardctl.options.declaration import CommandOption, HelpPanel
 from shardctl.options.reshard_options import Threads
 
 COMMON = ("--all", "--json")
-"""What the help of one screen shows."""
+"""What -h and --help show."""
+PAGE = "docs/guide.md"
+"""Where it is explained."""
 
 EXAMPLES = """
 Examples:
@@ -23,7 +25,13 @@ def diff(
     b: Annotated[str, arguments.declare_place("B", "The other checkpoint.")],
     *,
     everything: Annotated[
-        bool, CommandOption(HelpPanel.GENERAL, "Print every difference, not only the first 20.", flag="--all")
+        bool,
+        CommandOption(
+            HelpPanel.GENERAL,
+            "Print every difference, not only the first 20.",
+            brief="Print every difference, not only the first 20",
+            flag="--all",
+        ),
     ] = False,
     json: arguments.Json = False,
     threads: Threads = None,

@@ -13,7 +13,9 @@ from shardctl.tensors.mesh import Mesh
 _DIGEST: Final = re.compile(r"shardctl1:[0-9a-f]{32}")
 
 COMMON = ("--expect", "--tensors", "--as", "--tp", "--json")
-"""What the help of one screen shows."""
+"""What -h and --help show."""
+PAGE = "docs/guide.md"
+"""Where it is explained."""
 
 EXAMPLES = """
 Examples:
@@ -26,10 +28,22 @@ Examples:
 def digest(
     src: arguments.Source,
     *,
-    tensors: Annotated[bool, CommandOption(HelpPanel.GENERAL, "Print the digest of every tensor as well.")] = False,
+    tensors: Annotated[
+        bool,
+        CommandOption(
+            HelpPanel.GENERAL,
+            "Print the digest of every tensor as well.",
+            brief="Print the digest of every tensor as well",
+        ),
+    ] = False,
     expect: Annotated[
         str | None,
-        CommandOption(HelpPanel.GENERAL, "Exit with 3 unless this is the digest.", metavar="DIGEST"),
+        CommandOption(
+            HelpPanel.GENERAL,
+            "Exit with 3 unless this is the digest.",
+            brief="Exit with 3 unless this is the digest",
+            metavar="DIGEST",
+        ),
     ] = None,
     json: arguments.Json = False,
     engine: Annotated[
@@ -37,10 +51,20 @@ def digest(
         CommandOption(
             HelpPanel.GENERAL,
             "Print the SHA-256 of the arrays that the ranks of this engine hold, as its weight checker has them.",
+            brief="Print SHA-256 sums of the arrays of vLLM's ranks",
             flag="--as",
         ),
     ] = None,
-    tp: Annotated[int, CommandOption(HelpPanel.GENERAL, "With --as, tensor-parallel ranks.", metavar="N", least=1)] = 1,
+    tp: Annotated[
+        int,
+        CommandOption(
+            HelpPanel.GENERAL,
+            "With --as, tensor-parallel ranks.",
+            brief="Tensor-parallel ranks of --as",
+            metavar="N",
+            least=1,
+        ),
+    ] = 1,
     pp: Annotated[int, CommandOption(HelpPanel.GENERAL, "With --as, pipeline stages.", metavar="N", least=1)] = 1,
     host_memory: HostMemory = 1 << 30,
     threads: Threads = None,

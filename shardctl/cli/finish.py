@@ -7,7 +7,9 @@ from shardctl.cli import arguments, streams
 from shardctl.cli.signature import DESTINATION
 
 COMMON = ("--json",)
-"""What the help of one screen shows."""
+"""What -h and --help show."""
+PAGE = "docs/scale.md"
+"""Where it is explained."""
 
 EXAMPLES = """
 Examples:

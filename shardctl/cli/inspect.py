@@ -8,7 +8,9 @@ from shardctl.options import InspectOptions, SourceOptions
 from shardctl.options.declaration import CommandOption, HelpPanel
 
 COMMON = ("--tensors", "--show-rules", "--json", "--from", "--config", "--rules")
-"""What the help of one screen shows."""
+"""What -h and --help show."""
+PAGE = "docs/guide.md"
+"""Where it is explained."""
 
 EXAMPLES = """
 Examples:
@@ -20,7 +22,7 @@ Examples:
 def inspect(
     src: arguments.Source,
     *,
-    tensors: Annotated[bool, CommandOption(HelpPanel.GENERAL, "List every tensor.")] = False,
+    tensors: Annotated[bool, CommandOption(HelpPanel.GENERAL, "List every tensor.", brief="List every tensor")] = False,
     inspect_options: InspectOptions,
     json: arguments.Json = False,
     source_options: Annotated[SourceOptions, OmittedOptions({"kv_heads"})],

@@ -12,9 +12,9 @@ COMMON = (
     "--batch", "--kv-dtype", "--utilization", "--profile", "--zero", "--recompute", "--optimizer", "--dtype", "--to",
     "--detail", "--report", "--json",
 )  # fmt: skip
-"""What the help of one screen shows."""
-RARER = frozenset({"--cp", "--kv-dtype", "--utilization", "--profile", "--zero"})
-"""Those of them that the help of 24 lines leaves out."""
+"""What -h and --help show."""
+PAGE = "docs/planning.md"
+"""Where it is explained."""
 
 EXAMPLES = """
 Examples:
@@ -31,6 +31,7 @@ def plan(
         CommandOption(
             HelpPanel.GENERAL,
             "How much detail to show: time has the peaks of a training step, zero the stages of ZeRO.",
+            brief="stage, rank, tensor, time or zero",
         ),
     ] = "summary",
     conversion: arguments.PlannedConversionOptions,

@@ -27,7 +27,9 @@ COMMON = (
     "--memory", "--max-shard-size", "--worker", "--prove", "--dry-run", "--overwrite", "--create", "--from",
     "--json",
 )  # fmt: skip
-"""What the help of one screen shows."""
+"""What -h and --help show."""
+PAGE = "docs/guide.md"
+"""Where it is explained."""
 
 EXAMPLES = """
 Examples:
@@ -56,7 +58,12 @@ def reshard(
         ),
     ] = None,
     dry_run: Annotated[
-        bool, CommandOption(HelpPanel.GENERAL, "Check everything and print the plan, but write nothing.")
+        bool,
+        CommandOption(
+            HelpPanel.GENERAL,
+            "Check everything and print the plan, but write nothing.",
+            brief="Check everything, print the plan, write nothing",
+        ),
     ] = False,
     destination_options: DestinationOptions,
     each: Annotated[
@@ -64,7 +71,14 @@ def reshard(
         CommandOption(HelpPanel.GENERAL, "Convert every checkpoint that the pattern SRC matches, into DST/<its name>."),
     ] = False,
     fail_fast: Annotated[bool, CommandOption(HelpPanel.GENERAL, "Let --each end at the first failure.")] = False,
-    json: Annotated[bool, CommandOption(HelpPanel.GENERAL, "Print JSON lines: progress, then the result.")] = False,
+    json: Annotated[
+        bool,
+        CommandOption(
+            HelpPanel.GENERAL,
+            "Print JSON lines: progress, then the result.",
+            brief="Print JSON lines: progress, then the result",
+        ),
+    ] = False,
     report: arguments.Page = None,
     conversion: ReshardOptions,
     engine: Annotated[
@@ -76,6 +90,7 @@ def reshard(
         CommandOption(
             HelpPanel.GENERAL,
             "Write the part of worker I of N, counted from 0. When all are done, run shardctl finish DST.",
+            brief="Write part I of N, counted from 0; then finish",
             metavar="I/N|auto",
         ),
     ] = None,

@@ -1,4 +1,4 @@
-"""Formats the help of a verb on one screen: the options that most people use, a line each."""
+"""Formats the help of a verb: the options that most people use, in the groups that --help-all has."""
 
 from __future__ import annotations
 
@@ -9,53 +9,62 @@ from typing import TYPE_CHECKING, Any, Final
 from shardctl.base.amounts import format_plural
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+
+    from shardctl.options.declaration import CommandOption
 
 ALL: Final = "--help-all"
 """What lists every option."""
 _WIDTH: Final = 80
-_NAMES: Final = 26
+_NAMES: Final = 24
 """Columns of the flags and what they take."""
+_MAX_ROW_LINES: Final = 4
+"""Lines of an option in --help; in -h it has one."""
 _CHOICES: Final = 40
 """Characters of choices that are listed."""
 _VERBS: Final = 12
 """Columns of the verbs."""
 _SENTENCE: Final = re.compile(r"[.;](?= |$)")
+_DEFAULT: Final = re.compile(r"Default: (.+?)\.(?= |$)")
+"""Where the help of an option says what happens without it."""
 
 
-def format_short_help(program: str, command: Any, common: Sequence[str], examples: str, *, brief: bool) -> str:  # noqa: ANN401 - click's
-    """Format the usage, the `common` options in this order, and the `examples` of a verb.
+def format_short_help(
+    program: str,
+    command: Any,  # noqa: ANN401 - click's
+    common: Sequence[str],
+    declared: Mapping[str, CommandOption],
+    examples: str,
+    page: str,
+    *,
+    brief: bool,
+) -> str:
+    """Format the usage, the `common` options in their groups, the `examples` of a verb and its `page`.
 
-    What is `brief` fits a terminal of 80 columns and 24 lines: one line for each option, and no examples.
+    In what is `brief`, every option has one line, the one of its declaration, and there are no examples.
     """
     parameters = {flag: parameter for parameter in command.params for flag in parameter.opts}
     arguments = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
     names = " ".join(_format_argument(parameter) for parameter in arguments)
     number = sum(flag.startswith("--") for flag in parameters)
-    rows = [(_format_argument(parameter), parameter.help) for parameter in arguments]
-    rows += [
-        (f"{flag} {_format_value(parameters[flag])}".rstrip(), _describe_option(parameters[flag], brief=brief))
-        for flag in common
-    ]
-    more = f"{program} {ALL} lists all {format_plural(number, 'option')}." if number > len(common) else ""
+    most = 1 if brief else _MAX_ROW_LINES
+    groups: dict[str, list[str]] = {}
+    for flag in common:
+        parameter = parameters[flag]
+        text = _describe_briefly(parameter, declared[flag].brief) if brief else _describe_option(parameter)
+        row = _format_row(f"{flag} {_format_value(parameter)}".rstrip(), text, most)
+        groups.setdefault(str(parameter.rich_help_panel), []).append(row)
+    lines = [_format_row(_format_argument(each), split_first_sentence(each.help or ""), most) for each in arguments]
+    for panel, rows in groups.items():
+        lines += [f"{panel}:", *rows]
+    more = f"{program} {ALL} lists all {format_plural(number, 'option')}" if number > len(common) else ""
+    usage, guide = f"Usage: {program} [OPTIONS] {names}", f"Documentation: {page}"
     if brief:
-        lines = [_format_row(name, help_ or "", 1) for name, help_ in rows]
-        more = f"{program} --help says more{', ' if more else '.'}" + more.removeprefix(f"{program} ")
-        return "\n".join([f"Usage: {program} [OPTIONS] {names}", *lines, more, ""])
-    return "\n".join(
-        [
-            f"Usage: {program} [OPTIONS] {names}",
-            "",
-            fill(" ".join((command.help or "").split()), _WIDTH),
-            "",
-            *(_format_row(name, help_ or "") for name, help_ in rows),
-            "",
-            examples.strip(),
-            "",
-            more,
-            "",
-        ]
-    )
+        more = f"{program} --help says more" + more.replace(f"{program} ", ", ", 1)
+        return "\n".join([usage, *lines, f"{more}.", guide, ""])
+    about = fill(" ".join((command.help or "").split()), _WIDTH)
+    more = f"{more}." if more else ""
+    return "\n".join([usage, "", about, "", *lines, "", examples.strip(), "", *filter(None, [more, guide]), ""])
 
 
 def format_program_help(program: str, command: Any) -> str:  # noqa: ANN401 - click's
@@ -89,23 +98,35 @@ def _format_value(parameter: Any) -> str:  # noqa: ANN401 - click's
     return listed if len(listed) <= _NAMES // 2 else "NAME"
 
 
-def _describe_option(parameter: Any, *, brief: bool) -> str:  # noqa: ANN401 - click's
-    """Return the first sentence of an option's help, and unless `brief` the choices that its column has no room for."""
-    sentence = split_first_sentence(parameter.help or "")
+def _describe_option(parameter: Any) -> str:  # noqa: ANN401 - click's
+    """Return the first sentence of an option's help, its default, and the choices that its column has no room for."""
     choices = str(parameter.display_type(None)).strip("<>").replace("|", ", ")
-    listed = not brief and _format_value(parameter) == "NAME" and ", " in choices and len(choices) <= _CHOICES
-    return f"{sentence} ({choices})" if listed else sentence
+    listed = _format_value(parameter) == "NAME" and ", " in choices and len(choices) <= _CHOICES
+    default = _find_default(parameter)
+    notes = [choices] if listed else []
+    notes += [f"default: {default}"] if default else []
+    return split_first_sentence(parameter.help or "") + (f" ({'; '.join(notes)})" if notes else "")
 
 
-def _format_row(name: str, text: str, most: int = 2) -> str:
-    """Format the first sentence of a help text beside the name, on so many lines at most."""
-    sentence = split_first_sentence(text)
-    lines = wrap(sentence, _WIDTH - _NAMES - 2, max_lines=most, placeholder=" ...", break_on_hyphens=False)
-    head = (
-        [f"  {name:{_NAMES}}{lines[0]}"]
-        if len(name) < _NAMES - 1 or most == 1
-        else [f"  {name}", f"{'':{_NAMES + 2}}{lines[0]}"]
-    )
+def _describe_briefly(parameter: Any, brief: str) -> str:  # noqa: ANN401 - click's
+    """Return the line of an option, with its default where there is room for it."""
+    default = _find_default(parameter)
+    whole = f"{brief} (default: {default})" if default else brief
+    return whole if "(default:" not in brief and len(whole) <= _WIDTH - _NAMES - 2 else brief
+
+
+def _find_default(parameter: Any) -> str:  # noqa: ANN401 - click's
+    """Return what an option is if it is not given, in the words of its help or as its value; "" for nothing."""
+    stated = _DEFAULT.search(" ".join((parameter.help or "").split()))
+    if stated:
+        return stated[1]
+    return "" if parameter.default in {None, False, ()} else str(parameter.default)
+
+
+def _format_row(name: str, text: str, most: int) -> str:
+    """Format a text beside the name, on at most so many lines."""
+    lines = wrap(text, _WIDTH - _NAMES - 2, max_lines=most, placeholder=" ...", break_on_hyphens=False)
+    head = [f"  {name:{_NAMES}}{lines[0]}"] if len(name) < _NAMES - 1 else [f"  {name}", f"{'':{_NAMES + 2}}{lines[0]}"]
     return "\n".join([*head, *(f"{'':{_NAMES + 2}}{line}" for line in lines[1:])])
 
 

@@ -103,23 +103,27 @@ def spread_options(
     command.__name__, command.__doc__, command.__module__ = function.__name__, function.__doc__, function.__module__
     command.__annotations__ = {}
     command.named_paths = paths  # type: ignore[attr-defined]
-    command.aliased = tuple(_list_aliased(function, every))  # type: ignore[attr-defined]
+    command.declared = dict(_list_declared(function, every))  # type: ignore[attr-defined]
     command.__signature__ = inspect.Signature([parameter for _, parameter in ordered])  # type: ignore[attr-defined]
     return command
 
 
-def _list_aliased(function: Callable[..., object], every: type[object]) -> Iterator[tuple[str, CommandOption]]:
-    """List the options of a command that have other names or former values, each with its flag."""
+def _list_declared(function: Callable[..., object], every: type[object]) -> Iterator[tuple[str, CommandOption]]:
+    """List the options of a command, each with its flag; of two with one flag, the later declaration stands."""
+    for declared, option in flat_options(every):
+        yield declared.flag, option
     for parameter in inspect.signature(function, eval_str=True).parameters.values():
-        group = _read_group(parameter.annotation)
-        for declared, option in group.options() if group is not None else flat_options(every):
-            if option.aliases or option.former_values:
-                yield declared.flag, option
+        option_or_group, group = read_option(parameter.annotation), _read_group(parameter.annotation)
+        if isinstance(option_or_group, CommandOption):
+            yield DeclaredOption(parameter.name, None, None, option_or_group).flag, option_or_group
+        for declared, option in group.options() if group is not None else ():
+            yield declared.flag, option
 
 
 def replace_aliases(args: Sequence[str], function: Callable[..., object]) -> list[str]:
     """Return a command line with the option itself for each of its aliases; raises UsageError for two names at once."""
-    aliased: Mapping[str, CommandOption] = dict(getattr(function, "aliased", ()))
+    declared: Mapping[str, CommandOption] = getattr(function, "declared", {})
+    aliased = {flag: option for flag, option in declared.items() if option.aliases or option.former_values}
     meant = {
         alias.partition("=")[0]: (flag, alias.partition("=")[2])
         for flag, option in aliased.items()

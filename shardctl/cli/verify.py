@@ -18,7 +18,9 @@ COMMON = (
     "--level", "--against", "--for", "--load", "--forward", "--engine", "--mesh", "--require", "--strict", "--junit",
     "--summary", "--newest-good", "--threads", "--json",
 )  # fmt: skip
-"""What the help of one screen shows."""
+"""What -h and --help show."""
+PAGE = "docs/verifying.md"
+"""Where it is explained."""
 
 EXAMPLES = """
 Examples:
@@ -36,11 +38,16 @@ def verify(
         CommandOption(
             HelpPanel.GENERAL,
             "SRC is a run: print the name of its newest checkpoint that is whole, and exit with 3 if none is.",
+            brief="Print the newest complete checkpoint of a run",
         ),
     ] = False,
     verify_options: VerifyOptions,
-    junit: Annotated[Path | None, arguments.declare_report("Write the result as JUnit XML.")] = None,
-    summary: Annotated[Path | None, arguments.declare_report("Write the result as Markdown.")] = None,
+    junit: Annotated[
+        Path | None, arguments.declare_report("Write the result as JUnit XML.", brief="Write the result as JUnit XML")
+    ] = None,
+    summary: Annotated[
+        Path | None, arguments.declare_report("Write the result as Markdown.", brief="Write the result as Markdown")
+    ] = None,
     report: arguments.Page = None,
     json: arguments.Json = False,
     threads: Threads = None,

@@ -67,6 +67,8 @@ class CommandOption:
     help: str
     """The text of the help, in which ``{layouts}``, ``{trained}`` and ``{formats}`` are lists from the catalogue."""
     _: KW_ONLY
+    brief: str = ""
+    """The line of `-h`, of at most 50 characters; every option that a verb lists there has one."""
     flag: str = ""
     """The flag, such as `--from`; by default the name of the field with hyphens."""
     short: str = ""

@@ -10,7 +10,14 @@ from shardctl.options.declaration import CommandOption, HelpPanel
 class DestinationOptions:
     """How a destination is written; none of this changes a tensor."""
 
-    overwrite: Annotated[bool, CommandOption(HelpPanel.GENERAL, "Replace a checkpoint that shardctl wrote.")] = False
+    overwrite: Annotated[
+        bool,
+        CommandOption(
+            HelpPanel.GENERAL,
+            "Replace a checkpoint that shardctl wrote.",
+            brief="Replace a checkpoint that shardctl wrote",
+        ),
+    ] = False
     no_resume: Annotated[bool, CommandOption(HelpPanel.GENERAL, "Start again instead of resuming an earlier run.")] = (
         False
     )
@@ -24,7 +31,11 @@ class DestinationOptions:
     ] = None
     prove: Annotated[
         bool,
-        CommandOption(HelpPanel.GENERAL, "Run the result beside the source, and publish it only if they agree."),
+        CommandOption(
+            HelpPanel.GENERAL,
+            "Run the result beside the source, and publish it only if they agree.",
+            brief="Run both models, and publish only if they agree",
+        ),
     ] = False
     allow_overflow: Annotated[
         bool,
@@ -33,7 +44,12 @@ class DestinationOptions:
         ),
     ] = False
     create: Annotated[
-        bool, CommandOption(HelpPanel.GENERAL, "Create the repository or the branch of a destination on the Hub.")
+        bool,
+        CommandOption(
+            HelpPanel.GENERAL,
+            "Create the repository or the branch of a destination on the Hub.",
+            brief="Create the repository or branch on the Hub",
+        ),
     ] = False
     private: Annotated[bool, CommandOption(HelpPanel.GENERAL, "With --create, make the repository private.")] = False
 

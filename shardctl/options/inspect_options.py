@@ -11,6 +11,11 @@ class InspectOptions:
     """What is found out beside what the headers say."""
 
     show_rules: Annotated[
-        bool, CommandOption(HelpPanel.GENERAL, "List the rules that apply; derived ones as a rule file.")
+        bool,
+        CommandOption(
+            HelpPanel.GENERAL,
+            "List the rules that apply; derived ones as a rule file.",
+            brief="List the rules that apply",
+        ),
     ] = False
     """Derives the rules of a model that no table knows."""

@@ -8,27 +8,44 @@ from shardctl.options.declaration import CommandOption, HelpPanel
 from shardctl.tensors.mesh import AXES, EXPERT_AXES, Mesh
 
 
-def _build_degree_option(text: str, *aliases: str) -> CommandOption:
-    return CommandOption(HelpPanel.MESH, text, metavar="N", least=1, aliases=aliases)
+def _build_degree_option(text: str, brief: str = "", *aliases: str) -> CommandOption:
+    return CommandOption(HelpPanel.MESH, text, brief=brief, metavar="N", least=1, aliases=aliases)
 
 
 @settings_class
 class MeshFlags:
     """The degrees that were given, one per axis, or the text of `--mesh`."""
 
-    tp: Annotated[int | None, _build_degree_option("Number of tensor-parallel ranks.", "--tensor-parallel-size")] = None
-    pp: Annotated[int | None, _build_degree_option("Number of pipeline stages.")] = None
-    dp: Annotated[int | None, _build_degree_option("Number of data-parallel replicas.")] = None
-    fsdp: Annotated[int | None, _build_degree_option("Number of ranks that share the first dim of each tensor.")] = None
-    cp: Annotated[int | None, _build_degree_option("Number of context-parallel ranks.")] = None
-    ep: Annotated[int | None, _build_degree_option("Number of expert-parallel ranks; they are ranks of the stage.")] = (
+    tp: Annotated[
+        int | None,
+        _build_degree_option("Number of tensor-parallel ranks.", "Tensor-parallel ranks", "--tensor-parallel-size"),
+    ] = None
+    pp: Annotated[int | None, _build_degree_option("Number of pipeline stages.", "Pipeline stages")] = None
+    dp: Annotated[int | None, _build_degree_option("Number of data-parallel replicas.", "Data-parallel replicas")] = (
         None
     )
+    fsdp: Annotated[
+        int | None,
+        _build_degree_option(
+            "Number of ranks that share the first dim of each tensor.",
+            "FSDP ranks, which shard each tensor's first dim",
+        ),
+    ] = None
+    cp: Annotated[int | None, _build_degree_option("Number of context-parallel ranks.", "Context-parallel ranks")] = (
+        None
+    )
+    ep: Annotated[
+        int | None,
+        _build_degree_option("Number of expert-parallel ranks; they are ranks of the stage.", "Expert-parallel ranks"),
+    ] = None
     etp: Annotated[int | None, _build_degree_option("Number of tensor-parallel ranks within each expert.")] = None
     mesh: Annotated[
         str | None,
         CommandOption(
-            HelpPanel.MESH, "The whole mesh, outermost axis first, such as pp=2,fsdp=2,tp=4.", metavar="AXES"
+            HelpPanel.MESH,
+            "The whole mesh, outermost axis first, such as pp=2,fsdp=2,tp=4.",
+            brief="All axes, outermost first: pp=2,fsdp=2,tp=4",
+            metavar="AXES",
         ),
     ] = None
 

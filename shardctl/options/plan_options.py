@@ -120,6 +120,7 @@ class PlanOptions:
             HelpPanel.PURPOSE,
             "What to estimate: serve, train, or a server such as vllm, vllm@0.19 or sglang, with memory as it counts. "
             "Default: train if --fsdp or a training option is given, else serve.",
+            brief="serve, train, or an engine such as vllm, sglang",
             flag="--for",
             metavar="USE|SERVER",
             parser=parse_use,
@@ -133,6 +134,7 @@ class PlanOptions:
             HelpPanel.PURPOSE,
             "Tokens per sequence; 32k is 32,000 and 32K is 32,768, as in vLLM (max_model_len). Default: 8192, or the "
             "model's limit if that is lower.",
+            brief="Tokens per sequence (default: at most 8192)",
             metavar="TOKENS",
             parser=parse_token_count,
             accepts=str,
@@ -144,6 +146,7 @@ class PlanOptions:
         CommandOption(
             HelpPanel.PURPOSE,
             "Sequences (users) served at once; in training, per forward pass of a data-parallel rank. Default: 1.",
+            brief="Sequences at once; in training, per rank",
             metavar="N",
             least=1,
             aliases=("--users",),
@@ -154,6 +157,7 @@ class PlanOptions:
         CommandOption(
             HelpPanel.SERVING,
             "Type of the key/value cache (vLLM: kv_cache_dtype). Default: the model's type.",
+            brief="Type of the KV cache",
             aliases=("--kv-cache-dtype",),
         ),
     ] = None
@@ -229,6 +233,7 @@ class PlanOptions:
             HelpPanel.SERVING,
             "Part of the device that the engine may use (vLLM: gpu_memory_utilization, SGLang: mem_fraction_static). "
             "Default: 0.92 with --for vllm, else all of it.",
+            brief="Part of the device used (default: 1, vllm 0.92)",
             metavar="PART",
             parser=parse_part,
             accepts=str,
@@ -242,6 +247,7 @@ class PlanOptions:
             "Device name (h100-80g, rtx-4090, ...), memory size (80GB), a file that describes one (FILE.toml), or auto "
             "for this machine's device. 2xh100 is --gpu h100 --gpus 2. GB is nominal here, 2^30 bytes, and 10^9 bytes "
             "in all other options. Exits with 3 if the model does not fit.",
+            brief="Name (h100), memory (80GB), FILE.toml or auto",
             flag="--gpu",
             metavar="NAME|SIZE|FILE|auto",
             words=list_gpu_names,
@@ -254,19 +260,26 @@ class PlanOptions:
         CommandOption(
             HelpPanel.DEVICES,
             "Number of devices for --search and for the comparison. Default: the ranks of the mesh.",
+            brief="Number of devices",
             flag="--gpus",
             metavar="N",
             least=1,
         ),
     ] = None
-    search: Annotated[bool, CommandOption(HelpPanel.DEVICES, "Compare all meshes of --gpus devices and rank them.")] = (
-        False
-    )
+    search: Annotated[
+        bool,
+        CommandOption(
+            HelpPanel.DEVICES,
+            "Compare all meshes of --gpus devices and rank them.",
+            brief="Compare all meshes of --gpus devices",
+        ),
+    ] = False
     optimizer: Annotated[
         str | None,
         CommandOption(
             HelpPanel.TRAINING,
             f"Optimizer: {_OPTIMIZER_EXAMPLES}. Default: adamw.",
+            brief="Optimizer, such as adamw-8bit or muon",
             metavar="NAME",
             words=list_optimizer_names,
         ),
@@ -343,6 +356,7 @@ class PlanOptions:
         CommandOption(
             HelpPanel.TRAINING,
             "What dp ranks share: 1 is optimizer states, 2 adds gradients, 3 adds parameters. Default: 0.",
+            brief="ZeRO stage of dp ranks",
             metavar="0..3",
             least=0,
             most=3,
@@ -350,7 +364,11 @@ class PlanOptions:
     ] = None
     profile: Annotated[
         Literal["megatron", "hf", "fsdp2", "deepspeed", "torchtune", "ddp"] | None,
-        CommandOption(HelpPanel.TRAINING, "Training runtime to estimate. Default: fsdp2."),
+        CommandOption(
+            HelpPanel.TRAINING,
+            "Training runtime to estimate. Default: fsdp2.",
+            brief="Runtime: megatron, hf, deepspeed",
+        ),
     ] = None
     recompute: Annotated[
         Literal["none", "selective", "full"] | None,
@@ -359,6 +377,7 @@ class PlanOptions:
             "Which activations to recompute instead of keeping them; selective is attention between its projections, "
             "and with --profile fsdp2 all but what torchtitan's list of operations saves; full is "
             "gradient checkpointing. Default: none.",
+            brief="Recompute activations: selective, full",
             aliases=("--gradient-checkpointing=full",),
         ),
     ] = None
@@ -580,6 +599,7 @@ class PlanOptions:
         CommandOption(
             HelpPanel.WRITING,
             "Type to cast floating-point tensors to; fp8, int8 and int4 only estimate a quantized model.",
+            brief="Type of weights: bf16, fp32, fp8, int4",
         ),
     ] = "keep"
     """This replaces the `dtype` of the conversion; `keep` leaves that as it is."""

@@ -22,6 +22,7 @@ Threads = Annotated[
     CommandOption(
         HelpPanel.EFFORT,
         "Number of threads. Default: one more than there are cores, at most eight.",
+        brief="Threads (default: cores + 1, at most 8)",
         metavar="N",
         least=1,
         shapes_result=False,
@@ -32,6 +33,7 @@ HostMemory = Annotated[
     CommandOption(
         HelpPanel.EFFORT,
         "Maximum host memory to use. Default: 1GiB.",
+        brief="Maximum host memory",
         flag="--memory",
         metavar="SIZE",
         parser=parse_size,
@@ -66,6 +68,7 @@ class ReshardOptions:
             HelpPanel.WRITING,
             "Write what this program loads, check that it will load, and print the command that starts it: vllm, "
             "vllm@0.32, sglang, transformers, transformers@4.57, tgi or llama.cpp.",
+            brief="Write what this loads: vllm, sglang, tgi",
             flag="--for",
             metavar="CONSUMER",
             parser=parse_target,
@@ -80,6 +83,7 @@ class ReshardOptions:
         CommandOption(
             HelpPanel.WRITING,
             "{layouts}. Default: ranks for a mesh, else hf.",
+            brief="Layout to write",
             metavar="LAYOUT",
             words=list_layout_names,
         ),
@@ -107,6 +111,7 @@ class ReshardOptions:
         CommandOption(
             HelpPanel.WRITING,
             "Maximum bytes of tensors per file. Default: 5GB for hf.",
+            brief="Maximum size of a file",
             metavar="SIZE",
             parser=parse_size,
         ),
@@ -145,7 +150,11 @@ class ReshardOptions:
     """Which implementation of layers Megatron-LM uses and how it runs them; `MegatronOptions` reads this text."""
     dtype: Annotated[
         Literal["keep", "bf16", "fp16", "fp32"],
-        CommandOption(HelpPanel.WRITING, "Type to cast floating-point tensors to; quantized weights are decoded."),
+        CommandOption(
+            HelpPanel.WRITING,
+            "Type to cast floating-point tensors to; quantized weights are decoded.",
+            brief="Type to cast to: bf16, fp16, fp32",
+        ),
     ] = "keep"
     keep_fp32: Annotated[
         str | None, CommandOption(HelpPanel.WRITING, "Keep tensors with a matching name in fp32.", metavar="REGEX")
@@ -167,6 +176,7 @@ class ReshardOptions:
         CommandOption(
             HelpPanel.WRITING,
             "Merge this adapter of PEFT (LoRA, DoRA) into the weights; may be repeated.",
+            brief="Merge this LoRA or DoRA adapter",
             metavar="DIR",
             accepts=list[Path],
             access=PathAccess.READ,
@@ -206,6 +216,7 @@ class ReshardOptions:
             HelpPanel.WRITING,
             "Quantize linear layers without data: fp8-block, fp8-channel, fp8-tensor, mxfp8, mxfp4, nvfp4, int8 "
             "or int4.",
+            brief="Quantize without data: fp8-block, nvfp4, int4",
             metavar="FORMAT",
             words=list_recipe_names,
         ),

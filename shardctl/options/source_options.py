@@ -17,6 +17,7 @@ class SourceOptions:
         CommandOption(
             HelpPanel.SOURCE,
             "The model's config.json, its directory, or owner/name on the Hub.",
+            brief="config.json, its directory, or owner/name",
             metavar="PATH",
             access=PathAccess.READ,
         ),
@@ -27,6 +28,7 @@ class SourceOptions:
         CommandOption(
             HelpPanel.SOURCE,
             "A rule file, which says how tensors are named and cut.",
+            brief="Rule file: how tensors are named and cut",
             metavar="FILE",
             access=PathAccess.READ,
         ),
@@ -43,7 +45,12 @@ class SourceOptions:
     container: Annotated[
         str | None,
         CommandOption(
-            HelpPanel.SOURCE, "{formats}. Default: detected.", flag="--from", metavar="FORMAT", words=list_format_names
+            HelpPanel.SOURCE,
+            "{formats}. Default: detected.",
+            brief="Format of the source",
+            flag="--from",
+            metavar="FORMAT",
+            words=list_format_names,
         ),
     ] = None
     weights: Annotated[
@@ -116,7 +123,13 @@ class SourceOptions:
     ] = None
     """A path or an address; what contradicts the source is refused."""
     strict: Annotated[
-        bool, CommandOption(HelpPanel.SOURCE, "Treat every warning as an error.", shapes_result=False)
+        bool,
+        CommandOption(
+            HelpPanel.SOURCE,
+            "Treat every warning as an error.",
+            brief="Treat every warning as an error",
+            shapes_result=False,
+        ),
     ] = False
     allow_unverified: Annotated[
         bool,

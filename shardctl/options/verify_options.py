@@ -45,6 +45,7 @@ class VerifyOptions:
             HelpPanel.GENERAL,
             "How far to check, from headers to running the model; full reads every element, load brings ranks onto "
             "their devices, and each includes those before it.",
+            brief="How far to check: full, load, forward",
         ),
     ] = "quick"
     against: Annotated[
@@ -52,6 +53,7 @@ class VerifyOptions:
         CommandOption(
             HelpPanel.GENERAL,
             "Compare every element with this checkpoint, which may have any layout.",
+            brief="Compare every element with this checkpoint",
             metavar="SRC",
             accepts=str | None,
             access=PathAccess.READ,
@@ -82,6 +84,7 @@ class VerifyOptions:
             HelpPanel.GENERAL,
             "Say from headers whether this program loads the directory: vllm, vllm@0.32, sglang, transformers, "
             "transformers@4.57, tgi or llama.cpp. Exits with 3 if it does not, or if that is not known.",
+            brief="Check that this loads it: vllm, sglang, tgi",
             flag="--for",
             metavar="CONSUMER",
             parser=parse_consumer,
@@ -94,6 +97,7 @@ class VerifyOptions:
             HelpPanel.GENERAL,
             "Mesh whose ranks the files are, such as pp=2,tp=4, where no record says it; with --for, the mesh that the "
             "program runs on.",
+            brief="Mesh of the files, where no record says it",
             metavar="AXES",
             parser=Mesh.parse,
         ),
@@ -111,6 +115,7 @@ class VerifyOptions:
         CommandOption(
             HelpPanel.GENERAL,
             "Run this level, and exit with 3 only if it or one below it cannot be run. Default: all that are named.",
+            brief="Level that must run; those above may be skipped",
         ),
     ] = None
     """Levels above it that lack what they need are skipped without making the result a failure."""
@@ -119,6 +124,7 @@ class VerifyOptions:
         CommandOption(
             HelpPanel.TRIALS,
             "Load every rank onto this device: cpu, cuda, one such as cuda:1, or auto.",
+            brief="Load the ranks onto cpu, cuda, cuda:1 or auto",
             flag="--load",
             metavar="DEVICE",
             words=list_load_devices,
@@ -167,7 +173,9 @@ class VerifyOptions:
     forward: Annotated[
         bool,
         CommandOption(
-            HelpPanel.TRIALS, "Run the model of SRC, and compare it with the source's; implies --level forward."
+            HelpPanel.TRIALS,
+            "Run the model of SRC, and compare it with the source's; implies --level forward.",
+            brief="Run the model, and compare it with the source's",
         ),
     ] = False
     dtype: Annotated[
@@ -252,6 +260,7 @@ class VerifyOptions:
             HelpPanel.TRIALS,
             "Have vllm, transformers or fsdp2 load the directory, and compare what it says with the source; or ask a "
             "running vLLM at http://HOST:PORT which weights it holds.",
+            brief="Have vllm, transformers or fsdp2 load it",
             metavar="ENGINE",
             parser=parse_engine,
             words=lambda: ENGINES,
