@@ -91,8 +91,8 @@ def format_verb(name: str, function: Any, examples: str) -> list[str]:
     lines += [f"- `{info.metavar or 'SHELL'}`: {escape(info.help or '')}" for info in arguments] + [""]
     if commands := examples.strip().partition("\n")[2]:
         lines += ["```text", *(line.strip() for line in commands.strip().split("\n")), "```", ""]
-    aliased = getattr(FUNCTIONS.get(name), "aliased", ())
-    aliases = {flag: list(option.aliases) for flag, option in aliased}
+    declared = getattr(FUNCTIONS.get(name), "declared", {})
+    aliases = {flag: list(option.aliases) for flag, option in declared.items() if option.aliases}
     panels: dict[str, list[str]] = {}
     for kind, info in parameters:
         if isinstance(info, typer.models.OptionInfo) and not info.hidden:
@@ -191,7 +191,7 @@ def build_json() -> str:
 def list_words() -> list[str]:
     """List what other tools call an option or a verb, with its name here and whether it is taken as it is."""
     taken: dict[str, list[str]] = {}
-    for flag, option in FUNCTIONS["plan"].aliased:
+    for flag, option in FUNCTIONS["plan"].declared.items():
         for alias in option.aliases:
             name, _, value = alias.partition("=")
             if alias not in FORMER:

@@ -142,7 +142,9 @@ def test_help_names_every_layout(say):
     assert said.split("Default")[0].replace(" or ", ", ").strip(" .").split(", ") == list(LAYOUT_FILES)
 
 
-def test_plan_and_reshard_take_the_same_wishes(say):
+def test_plan_and_reshard_take_the_same_wishes(say, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")  # a longer name continues on the next line
+
     def options(verb):
         return set(re.findall(r"--[a-z0-9-]+", say(verb, "--help-all").out.partition("Examples:")[0]))
 
@@ -162,7 +164,10 @@ def test_plan_and_reshard_take_the_same_wishes(say):
     }
     own = {
         "--allocator",
+        "--chunked-loss",
         "--mtp-layers",
+        "--offload-checkpoints",
+        "--optimizer-in-backward",
         "--detail",
         "--out",
         "--search",

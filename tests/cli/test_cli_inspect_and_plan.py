@@ -275,7 +275,7 @@ def test_plan_as_json(say, source):
     }
     assert set(document["conversion"]) == {
         *("read_bytes", "write_bytes", "files", "peak_memory_bytes", "threads", "block_bytes", "free_bytes"),
-        "possible",
+        *("possible", "rate_bytes", "rate_source", "seconds"),
     }
     assert set(document["ranks"][0]) == {
         *("rank", "label", "coordinate", "replicas", "tensors", "weight_bytes", "file_bytes", "files"),

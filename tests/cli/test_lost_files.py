@@ -140,7 +140,7 @@ class TestOutputs:
             (["verify", "model", "--against", "model", "--merge", "other"], "--merge other"),
             (["diff", "model", "other"], "B other"),
             (["reshard", "model", "out", "--complete-from", "other"], "--complete-from other"),
-            (["plan", "model", "--for", "train", "--beside", "other"], "--beside other"),
+            (["plan", "model", "--for", "train", "--extra-model", "other"], "--extra-model other"),
             (["plan", "model", "--config", "other/config.json"], "--config other/config.json"),
             (["plan", "model", "--rules", "other/config.json"], "--rules other/config.json"),
             (["plan", "model", "--for", "train", "--calibrate", "other/config.json"], "--calibrate other/config.json"),
