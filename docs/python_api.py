@@ -20,7 +20,7 @@ from shardctl.libraries.catalogue import list_choices
 from shardctl.options.declaration import DeclaredOption, HelpPanel, read_option
 from shardctl.options.keywords import list_alias_keywords, name_keyword
 from shardctl.options.plan_options import find_device
-from shardctl.options.sizes import parse_rate, parse_size, parse_token_count
+from shardctl.options.sizes import parse_price, parse_rate, parse_run_tokens, parse_size, parse_token_count
 
 ROOT = Path(__file__).parents[1]
 API = ROOT / "shardctl" / "api.py"
@@ -110,7 +110,7 @@ def format_type(declared, option):
             kinds += ["str", "Path"]
         else:
             kinds.append("None" if each in {type(None), "None"} else getattr(each, "__name__", each))
-    if option.parser in {parse_rate, parse_size, parse_token_count}:
+    if option.parser in {parse_price, parse_rate, parse_run_tokens, parse_size, parse_token_count}:
         kinds.insert(1, "str")
     return " | ".join(dict.fromkeys(kinds))
 

@@ -205,6 +205,7 @@ def plan(
     gpu_memory_utilization: float | None = None,
     gpu: str | Path | Mapping[str, object] | DeviceSpec | None = None,
     gpus: int | None = None,
+    price: float | str | None = None,
     search: bool = False,
     optimizer: str | None = None,
     lora_rank: int | None = None,
@@ -225,6 +226,7 @@ def plan(
     microbatches: int | None = None,
     global_batch: int | None = None,
     global_batch_size: int | None = None,
+    tokens: int | str | None = None,
     schedule: Literal["gpipe", "1f1b", "interleaved"] | None = None,
     vp: int | None = None,
     offload: Literal["none", "cpu", "nvme"] | None = None,
@@ -241,6 +243,8 @@ def plan(
     offload_checkpoints: bool = False,
     optimizer_in_backward: bool = False,
     cp_a2a: bool = False,
+    overlap_all_to_all: bool = False,
+    overlap_moe_expert_parallel_comm: bool = False,
     compile: Literal["layers", "all"] | None = None,
     float8: Literal["tensorwise", "rowwise"] | None = None,
     float8_gather: bool = False,
@@ -368,6 +372,7 @@ def plan(
             for this machine's device. 2xh100 is gpu h100 gpus 2. GB is nominal here, 2^30 bytes, and 10^9 bytes in all
             other options. A dictionary with the keys of such a file, or a DeviceSpec, works too.
         gpus: Number of devices for search and for the comparison. Default: the ranks of the mesh.
+        price: Price of one device for one hour, such as 2.50: what a million tokens cost, and with tokens the run.
         search: Compare all meshes of gpus devices and rank them.
 
     Training:
@@ -398,6 +403,7 @@ def plan(
         global_batch: Sequences per optimizer step, over all devices; also of each mesh of search. Default: microbatches
             times the data-parallel ranks.
         global_batch_size: The same as global_batch.
+        tokens: Tokens of the whole run, such as 1T or 500B (powers of 1,000): how many days it takes.
         schedule: Pipeline schedule. Default: 1f1b.
         vp: Model chunks per stage, for the interleaved schedule. Default: 1.
         offload: Where to offload optimizer states. Default: none.
@@ -421,6 +427,9 @@ def plan(
         optimizer_in_backward: Update each parameter in the backward pass and free its gradient (torchtune's
             optimizer_in_bwd).
         cp_a2a: Profile megatron: cp ranks exchange heads (cp_comm_type a2a), not keys and values in a ring.
+        overlap_all_to_all: Profile megatron: the all-to-all of experts runs behind the computation of another
+            microbatch.
+        overlap_moe_expert_parallel_comm: The same as overlap_all_to_all.
         compile: Profile fsdp2: what torch.compile compiles, each layer, or the loss too (all). Default: nothing.
         float8: Profile fsdp2: products of layers in float8 (torchao), with one scale for each tensor or row.
         float8_gather: With float8="tensorwise": FSDP2 gathers weights in float8 (enable_fsdp_float8_all_gather).

@@ -115,6 +115,9 @@ class TrainingWorkload:
     """Whose cross entropy computes the logits or their fp32 copies in chunks; None for all at once."""
     exchanged_heads: bool = False
     """Whether Megatron-LM's cp ranks exchange heads (`--cp-comm-type a2a`) instead of keys and values in a ring."""
+    overlapped_all_to_all: bool = False
+    """Whether Megatron's all-to-all of experts runs behind the computation of another microbatch
+    (`--overlap-moe-expert-parallel-comm`), of which one more is then in flight."""
     adapter_dropout: bool = False
     """Whether adapters drop some of what they read (PEFT's `lora_dropout`)."""
     schedule: Schedule = "1f1b"

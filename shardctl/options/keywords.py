@@ -34,7 +34,7 @@ from shardctl.options.declaration import (
 )
 from shardctl.options.places import parse_place
 from shardctl.options.plan_options import find_device
-from shardctl.options.sizes import parse_rate, parse_size, parse_token_count
+from shardctl.options.sizes import parse_price, parse_rate, parse_run_tokens, parse_size, parse_token_count
 from shardctl.tensors.mesh import AXES, EXPERT_AXES, Mesh
 
 if TYPE_CHECKING:
@@ -276,7 +276,12 @@ def _check_number(name: str, number: int, option: CommandOption) -> object:
     """Return a number within the bounds of an option; sizes are bytes."""
     if option.parser is parse_size and number >= 0:
         return parse_size(f"{number}B")
-    least, most = 1 if option.parser in {parse_rate, parse_size, parse_token_count} else option.least, option.most
+    least, most = (
+        1
+        if option.parser in {parse_price, parse_rate, parse_run_tokens, parse_size, parse_token_count}
+        else option.least,
+        option.most,
+    )
     if (least is not None and number < least) or (most is not None and number > most):
         bounds = f"from {least} to {most}" if most is not None else f"at least {least}"
         raise UsageError(f"{name} is {number}, and must be {bounds}", hint=f"{name} is: {option.help}")

@@ -10,7 +10,7 @@ from shardctl.base.value import settings_class
 from shardctl.options.declaration import CommandOption, HelpPanel, PathAccess
 from shardctl.options.known_words import ESTIMATED_SERVERS, USES, list_gpu_names, list_optimizer_names, list_uses
 from shardctl.options.places import parse_output_file
-from shardctl.options.sizes import parse_rate, parse_size, parse_token_count
+from shardctl.options.sizes import parse_price, parse_rate, parse_run_tokens, parse_size, parse_token_count
 
 if TYPE_CHECKING:
     from shardctl.estimate.training.calibrate import FittedCalibration
@@ -266,6 +266,16 @@ class PlanOptions:
             least=1,
         ),
     ] = None
+    price: Annotated[
+        float | None,
+        CommandOption(
+            HelpPanel.DEVICES,
+            "Price of one device for one hour, such as 2.50: what a million tokens cost, and with --tokens the run.",
+            metavar="PRICE",
+            parser=parse_price,
+            accepts=str,
+        ),
+    ] = None
     search: Annotated[
         bool,
         CommandOption(
@@ -415,6 +425,17 @@ class PlanOptions:
             aliases=("--global-batch-size",),
         ),
     ] = None
+    run_tokens: Annotated[
+        int | None,
+        CommandOption(
+            HelpPanel.TRAINING,
+            "Tokens of the whole run, such as 1T or 500B (powers of 1,000): how many days it takes.",
+            flag="--tokens",
+            metavar="TOKENS",
+            parser=parse_run_tokens,
+            accepts=str,
+        ),
+    ] = None
     schedule: Annotated[
         Literal["gpipe", "1f1b", "interleaved"] | None,
         CommandOption(HelpPanel.TRAINING, "Pipeline schedule. Default: 1f1b."),
@@ -513,6 +534,15 @@ class PlanOptions:
             HelpPanel.TRAINING,
             "Profile megatron: cp ranks exchange heads (cp_comm_type a2a), not keys and values in a ring.",
             flag="--cp-a2a",
+        ),
+    ] = False
+    overlapped_all_to_all: Annotated[
+        bool,
+        CommandOption(
+            HelpPanel.TRAINING,
+            "Profile megatron: the all-to-all of experts runs behind the computation of another microbatch.",
+            flag="--overlap-all-to-all",
+            aliases=("--overlap-moe-expert-parallel-comm",),
         ),
     ] = False
     compiled: Annotated[

@@ -60,6 +60,10 @@ _MAX_TOKENS: Final = 10**15
 """Above any count that a model or a run has; more would only overflow."""
 
 
+_MAX_PRICE: Final = 1e6
+"""Above the price of any device for an hour."""
+
+
 def parse_token_count(text: str) -> int:
     """Read a number of tokens as vLLM reads it: small letters are powers of 1,000, capital ones of 1,024.
 
@@ -77,3 +81,29 @@ def parse_token_count(text: str) -> int:
     if tokens != int(tokens) or not 1 <= tokens <= _MAX_TOKENS:
         raise UsageError(f"{text!r} is not a number of tokens", hint="write a whole number of at least 1")
     return int(tokens)
+
+
+def parse_run_tokens(text: str) -> int:
+    """Read the tokens of a training run, whose letters are powers of 1,000 whatever their case.
+
+    >>> parse_run_tokens("1T"), parse_run_tokens("500B"), parse_run_tokens("15.6t")
+    (1000000000000, 500000000000, 15600000000000)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmbtKMBT]?)", text.strip().replace(",", "").replace("_", ""), re.ASCII)
+    tokens = (
+        Decimal(found[1]) * 1000 ** ("kmbt".index(found[2].lower()) + 1 if found[2] else 0) if found else Decimal(0)
+    )
+    if tokens != int(tokens) or not 1 <= tokens <= _MAX_TOKENS:
+        raise UsageError(f"{text!r} is not a number of tokens", hint="write it such as 1T, 500B or 300000000000")
+    return int(tokens)
+
+
+def parse_price(text: str) -> float:
+    """Read a price; the currency is the caller's.
+
+    >>> parse_price("2.50")
+    2.5
+    """
+    if not re.fullmatch(r"\d+(?:\.\d+)?", text.strip(), re.ASCII) or not 0 < float(text) <= _MAX_PRICE:
+        raise UsageError(f"{text!r} is not a price", hint="write the price of one device for one hour, such as 2.50")
+    return float(text)

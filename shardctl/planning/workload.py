@@ -181,7 +181,7 @@ def _build_training(options: PlanOptions, about: EstimatedModel, mesh: Mesh, tok
     if precision != "mixed":
         computes = _DTYPES[precision]
     usual = TrainingWorkload(sequence=tokens, micro_batch=options.batch or 1, dtype=computes, precision=precision)
-    for name in ("no_gradient_fusion", "fused_loss", "exchanged_heads"):
+    for name in ("no_gradient_fusion", "fused_loss", "exchanged_heads", "overlapped_all_to_all"):
         if getattr(options, name) and options.profile != "megatron":
             profile = options.profile or usual.profile
             raise UsageError(
@@ -199,6 +199,8 @@ def _build_training(options: PlanOptions, about: EstimatedModel, mesh: Mesh, tok
         )
     if options.recompute_every > 1 and options.recompute in {None, "none"}:
         raise UsageError("--recompute-every needs --recompute", hint="give --recompute full")
+    if options.overlapped_all_to_all:
+        _check_overlap(options, about, mesh, stages)
     return replace(
         usual,
         microbatches=_choose_microbatches(options, mesh),
@@ -222,6 +224,7 @@ def _build_training(options: PlanOptions, about: EstimatedModel, mesh: Mesh, tok
         offload_checkpoints=options.offload_checkpoints,
         step_in_backward=options.step_in_backward,
         exchanged_heads=options.exchanged_heads,
+        overlapped_all_to_all=options.overlapped_all_to_all,
         adapter_dropout=bool(options.lora_dropout),
         moment_dtypes=_choose_moment_dtypes(options),
         compiled=_choose_value(options.compiled, usual.compiled),
@@ -230,6 +233,19 @@ def _build_training(options: PlanOptions, about: EstimatedModel, mesh: Mesh, tok
         optimizer_kernel=options.optimizer_kernel,
         allocator=options.allocator,
     )
+
+
+def _check_overlap(options: PlanOptions, about: EstimatedModel, mesh: Mesh, virtual_stages: int) -> None:
+    """Refuse what Megatron-LM refuses with --overlap-moe-expert-parallel-comm (`validate_args`)."""
+    flag = find_flag(PlanOptions, "overlapped_all_to_all")
+    if about.anatomy is None or not any(layer.experts for layer in about.anatomy.layers):
+        raise UsageError(f"{flag} needs a model with experts", hint="leave it out")
+    if options.recompute == "full":
+        raise UsageError(
+            f"{flag} does not go with --recompute full", hint="give --recompute selective, or leave it out"
+        )
+    if mesh.degree("pp") > 1 and virtual_stages == 1:
+        raise UsageError(f"{flag} needs an interleaved schedule if there are stages", hint="give --vp 2")
 
 
 def _choose_microbatches(options: PlanOptions, mesh: Mesh) -> int | None:

@@ -63,6 +63,7 @@ def build_plan_fields(result: PlanResult) -> Document:
         "device": _build_device(result.forecast),
         "verdict": _build_verdict(result),
         "cost": _build_cost(result.forecast.cost) if result.forecast.cost else None,
+        "run": _build_run(result.forecast),
         "offload": _build_offload(result.forecast),
         "strategies": [_build_strategy(one) for one in result.forecast.strategies],
         "calibration": _build_calibration(result.forecast.calibration) if result.forecast.calibration else None,
@@ -169,6 +170,19 @@ def _build_device(seen: WorkloadEstimate) -> Document | None:
         "usable_bytes": seen.device.usable_bytes,
         "measured_by": seen.device.measured_by or None,
         "source": seen.device.source,
+    }
+
+
+def _build_run(seen: WorkloadEstimate) -> Document | None:
+    """Build the time and the price of a whole run; None if neither was asked for."""
+    if seen.run_tokens is None and seen.price is None:
+        return None
+    return {
+        "tokens": seen.run_tokens,
+        "days": seen.run_days,
+        "device_hour_price": seen.price,
+        "million_tokens_price": seen.million_price,
+        "price": seen.run_price,
     }
 
 
@@ -287,6 +301,8 @@ def _build_cost(cost: MeshCost) -> Document:
         "tokens": cost.tokens,
         "microbatches": cost.microbatches,
         "device_seconds_per_token": cost.score,
+        "tokens_per_second": cost.rate,
+        "model_flops_utilization": cost.utilization,
         "shares": [
             {"name": s.name, "seconds": s.seconds, "moved_bytes": s.nbytes, "formula": s.formula} for s in cost.shares
         ],

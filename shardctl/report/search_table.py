@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from shardctl.estimate.search.cost import MeshCost
     from shardctl.estimate.search.mesh_comparison import MeshCandidate, MeshRejection, SmallestCluster
+    from shardctl.planning.forecast import WorkloadEstimate
     from shardctl.planning.mesh_search import MeshExploration
     from shardctl.planning.settings_search import SettingsCandidate
 
@@ -90,7 +91,21 @@ def format_cost(cost: MeshCost, *, training: bool) -> str:
     what = "a step" if training else "a token of every sequence"
     rate = cost.tokens / cost.seconds / cost.ranks if cost.seconds else 0.0
     of = f"{rate:,.0f} tokens a second and device on {cost.device} (modelled)"
+    if cost.utilization is not None:
+        of += f", {cost.rate:,.0f} of all {cost.ranks:,}" * (cost.ranks > 1) + f", MFU {cost.utilization:.1%}"
     return f"time: {format_time(cost.seconds)} for {what}, {of}: {_format_shares(cost)}"
+
+
+def format_run(seen: WorkloadEstimate) -> str:
+    """Format the days and the price of a whole run, or of a million tokens; empty if neither was asked for."""
+    found = []
+    if seen.run_tokens is not None and seen.run_days is not None:
+        found.append(f"{seen.run_tokens:,} tokens take {seen.run_days:,.1f} days without interruptions")
+    if seen.run_price is not None:
+        found.append(f"and cost {seen.run_price:,.0f}")
+    if seen.million_price is not None:
+        found.append(f"a million tokens cost {seen.million_price:,.4g} at {seen.price:g} for a device and hour")
+    return f"run: {', '.join(found)} (modelled)" if found else ""
 
 
 def _select_rejections(rejected: Sequence[MeshRejection], most: int) -> Sequence[MeshRejection]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
+from shardctl.base.dtype import BY_NAME
 from shardctl.base.value import value_class
 from shardctl.estimate.model.operations import (
     compute_touched_share,
@@ -40,7 +41,10 @@ REFERENCE: Final = "h100-80gb"
 _UPDATED: Final = 30
 """Bytes that Adam moves per parameter: gradient, master and both moments read (16), the last three and the computing
 copy written (14)."""
+_UPDATED_GRADIENT: Final = 12
+"""Bytes that a microbatch moves per weight: read twice in 16 bits, its fp32 gradient read and written."""
 _OFFLOADED: Final = "states moved to the host and back"
+_EXPERT_MEMORY: Final = "tokens of experts moved in memory"
 _AMONG_EXPERTS: Final = (*EXPERT_AXES, EXPERT_FSDP, "replica")
 _FOLLOWED: Final = {"replica": ("dp", "cp"), EXPERT_FSDP: ("fsdp",), "etp": ("tp",), "ep": ()}
 """The axes of experts that are cut as all else is."""
@@ -87,6 +91,10 @@ class MeshCost:
     """Whose speed it is."""
     microbatches: int | None = None
     """Forward passes of each data-parallel rank in that time; None in serving."""
+    operations: float = 0.0
+    """Operations that the step needs on all devices, without those of recomputation; 0 in serving."""
+    peak: float = 0.0
+    """Dense operations per second of one device, as marketed."""
 
     @property
     def seconds(self) -> float:
@@ -97,6 +105,16 @@ class MeshCost:
     def score(self) -> float:
         """Device-seconds per token: what meshes are ranked by, the least first."""
         return self.seconds * self.ranks / self.tokens
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second of all devices."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def utilization(self) -> float | None:
+        """Model FLOPs utilization (MFU; Chowdhery et al. 2022, appendix B); None in serving."""
+        return self.operations / (self.seconds * self.ranks * self.peak) if self.operations else None
 
     def share(self, name: str) -> float:
         """Return seconds of the shares of that name."""
@@ -129,13 +147,24 @@ def price_mesh(
         times = work.count_passes(mesh.degree("pp"))
         tokens = work.sequence * work.micro_batch * times * replicas
         slowest = max((pacer.training(rank, work, times) for rank in ranks), key=_sum_seconds)
-        return MeshCost(tuple(slowest), tokens, mesh.world, runs.name, times)
+        needed = sum(pacer.operations(rank, work).needed for rank in ranks) * times * mesh.world / mesh.degree("pp")
+        return MeshCost(tuple(slowest), tokens, mesh.world, runs.name, times, needed, runs.flops_bf16)
     return MeshCost(
         tuple(pacer.serving(ranks, work)),
         work.batch * mesh.degree("dp") * mesh.degree("fsdp"),
         mesh.world,
         runs.name,
     )
+
+
+@value_class
+class _PassOperations:
+    """The operations of one microbatch on one rank."""
+
+    needed: float
+    """Forward and backward."""
+    again: float
+    """Of recomputation."""
 
 
 @value_class
@@ -151,22 +180,16 @@ class _StagePacer:
     def training(self, rank: RankEstimate, work: TrainingWorkload, times: int) -> list[TimeShare]:
         """Return one optimizer step of a stage."""
         holding, mesh = rank.holding, self.mesh
-        tokens = work.sequence * work.micro_batch / mesh.degree("cp")
-        layers = self.anatomy.layers[holding.layers.start : holding.layers.stop]
-        matrices = count_matrix_operations(self.anatomy, holding, mesh, tokens)
-        looks = count_attention_operations(layers, mesh, tokens, work.sequence, masked=True)
-        # torchtitan's list saves attention and every second product of matrices.
-        selected = matrices / 2 if work.profile == "fsdp2" else looks * ("core_attn" in work.recompute_modules)
-        selected += count_module_operations(layers, mesh, tokens, work.recompute_modules)
-        again = {"none": 0.0, "selective": selected, "full": matrices + looks}[work.recompute] / work.recompute_every
+        counted = self.operations(rank, work)
         rate = self.device.flops_bf16 * self.pace.operations
-        # Of weights that are not trained, there is no gradient to compute, but what goes through them has one, behind
-        # the first layer that is.
-        trained = holding.gathered(trainable=True) / (holding.gathered() or 1)
-        behind = len(list_kept_layers(holding)) / (len(layers) or 1)
-        compute = ((1 + behind + trained) * matrices + (1 + 2 * behind) * looks + behind * again) / rate
+        compute = (counted.needed + counted.again) / rate
         formula = "(forward + backward behind the first trained + gradients of the trained) * m / (flops * pace)"
         shares = [TimeShare("compute", compute * times, formula)]
+        moved = self.count_expert_bytes(rank, work)
+        experts = moved / (self.device.memory_bandwidth * self.pace.memory)
+        formula = "(copies of tokens * 3 (hidden + width) * bytes * passes + 12 P) * m / bandwidth"
+        shares.append(TimeShare(_EXPERT_MEMORY, experts * times, formula, round(moved * times)))
+        compute += experts
         sent = list_traffic(self.anatomy, holding, mesh, work)
         shares += self.exposed(sent, compute, times)
         waits = compute_bubble(mesh.degree("pp"), times, work.schedule, work.virtual_stages)
@@ -187,6 +210,42 @@ class _StagePacer:
             seconds = moved / (self.device.memory_bandwidth * self.pace.memory)
             shares.append(TimeShare("update", seconds, "30 P / bandwidth", moved))
         return _merge_shares(shares)
+
+    def operations(self, rank: RankEstimate, work: TrainingWorkload) -> _PassOperations:
+        """Count the operations of a rank for one microbatch, forward and backward."""
+        holding, mesh = rank.holding, self.mesh
+        tokens = work.sequence * work.micro_batch / mesh.degree("cp")
+        layers = self.anatomy.layers[holding.layers.start : holding.layers.stop]
+        matrices = count_matrix_operations(self.anatomy, holding, mesh, tokens)
+        looks = count_attention_operations(layers, mesh, tokens, work.sequence, masked=True)
+        # torchtitan's list saves attention and every second product of matrices.
+        selected = matrices / 2 if work.profile == "fsdp2" else looks * ("core_attn" in work.recompute_modules)
+        selected += count_module_operations(layers, mesh, tokens, work.recompute_modules)
+        again = {"none": 0.0, "selective": selected, "full": matrices + looks}[work.recompute] / work.recompute_every
+        # Of weights that are not trained, there is no gradient to compute, but what goes through them has one, behind
+        # the first layer that is.
+        trained = holding.gathered(trainable=True) / (holding.gathered() or 1)
+        behind = len(list_kept_layers(holding)) / (len(layers) or 1)
+        return _PassOperations((1 + behind + trained) * matrices + (1 + 2 * behind) * looks, behind * again)
+
+    def count_expert_bytes(self, rank: RankEstimate, work: TrainingWorkload) -> float:
+        """Count the bytes that the experts of a rank move in one microbatch besides the operands of their products.
+
+        Each copy of a token is permuted (read and written), activated (two widths read, one written) and returned
+        (read): once forward, twice backward and once more if it is recomputed. Products of few tokens do not hide
+        their weights, which are read forward and backward, nor the fp32 gradients that they are added to.
+        """
+        mesh, holding = self.mesh, rank.holding
+        layers = self.anatomy.layers[holding.layers.start : holding.layers.stop]
+        passes = 3 + (work.recompute == "full") / work.recompute_every
+        copies = work.sequence * work.micro_batch / mesh.degree("cp") * mesh.etp / mesh.degree("tp")
+        moved = sum(
+            copies * one.chosen * 3 * ((one.width or layer.hidden) + one.size / mesh.etp)
+            for layer in layers
+            if (one := layer.experts)
+        )
+        weights = _UPDATED_GRADIENT * holding.gathered(expert=True, trainable=True)
+        return moved * passes * BY_NAME[work.dtype].unit_bytes + weights
 
     def exposed(self, sent: Sequence[RankTraffic], compute: float, times: int) -> list[TimeShare]:
         """Return the traffic of all microbatches that computation does not hide."""
@@ -248,21 +307,31 @@ class _StagePacer:
         """Return how long the messages take by themselves.
 
         Where n ranks are on k nodes, rings cross a node's border with the network of all n/k of them, so that the
-        slower of link and network decides; of an all-to-all, what stays inside and what leaves go side by side.
+        slower of link and network decides; of an all-to-all, what stays inside and what leaves go side by side, and a
+        token is sent once to each node that has experts of it.
         """
         ranks, nodes = _count_ranks_and_nodes(self.mesh, one.axes, self.device.per_node)
         link = self.device.link_bandwidth * self.pace.links
         network = self.device.network_bandwidth * self.pace.links
         latency = one.messages * (self.pace.far if nodes > 1 else self.pace.near)
         if nodes == 1:
-            return one.nbytes / link + latency
+            once = self.sent_once(ranks) if one.collective == "all-to-all" else 1.0
+            return one.nbytes * once / link + latency
         here = ranks / nodes
         if one.collective == "all-to-all":
-            out = (ranks - here) / (ranks - 1)
+            out = (ranks - here) / (ranks - 1) * self.sent_once(nodes)
             return max(one.nbytes * out / network, one.nbytes * (1 - out) / link) + latency
         if one.collective == "send":
             return one.nbytes / network + latency
         return one.nbytes / min(link, network * here) + latency
+
+    def sent_once(self, places: int) -> float:
+        """Return the part of a token's copies that is sent if each of `places` gets one for all of its experts.
+
+        Dispatchers such as DeepEP send so between nodes, and between ranks of a node. Experts are chosen evenly.
+        """
+        chosen = max((layer.experts.chosen for layer in self.anatomy.layers if layer.experts), default=1)
+        return places * (1 - (1 - 1 / places) ** chosen) / chosen
 
 
 def _merge_shares(shares: Iterable[TimeShare]) -> list[TimeShare]:

@@ -138,7 +138,14 @@ class RankActivations:
         self.parts = mesh.degree("tp") if divided else 1
         microbatches = work.count_passes(len(stages))
         virtual = work.virtual_stages
-        self.flights = count_in_flight(holding.stage, len(stages), microbatches, work.schedule, virtual)
+        self.flights = count_in_flight(
+            holding.stage,
+            len(stages),
+            microbatches,
+            work.schedule,
+            virtual,
+            overlapped=work.overlapped_all_to_all,
+        )
         self.losses = count_losses(len(stages), microbatches, work.schedule)
         vectors = [p.kind for p in holding.parts if not p.kind.matrix and not is_scale(p.kind)]
         narrow = bool(vectors) and not any(v.trainable or v.dtype.bits > BY_NAME[work.dtype].bits for v in vectors)

@@ -100,6 +100,7 @@ def list_traffic(
             backward=1,
             scattered=work.sequence_parallel,
             chunks=work.virtual_stages if work.schedule == "interleaved" else 1,
+            overlapped=work.overlapped_all_to_all,
         )
         each = (*_list_parameter_traffic(holding, mesh, work, found.times), *found.of_activations())
     else:
@@ -195,6 +196,8 @@ class _ActivationSender:
     """Whether tp ranks share the tokens between their matrices (sequence parallelism)."""
     chunks: int = 1
     """Model chunks per stage."""
+    overlapped: bool = False
+    """Whether the all-to-all of experts is hidden behind the computation of another microbatch."""
 
     @property
     def layers(self) -> tuple[ModelLayer, ...]:
@@ -338,6 +341,7 @@ class _ActivationSender:
             count,
             formula="2 * passes * (n-1)/n * tokens / tp * chosen * hidden * bytes * m",
             source=_EXPERT,
+            hidden=self.overlapped,
         )
         shared: tuple[Collective, ...] = ("all-gather", "reduce-scatter")
         for kind in shared:

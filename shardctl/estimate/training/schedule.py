@@ -14,7 +14,15 @@ if TYPE_CHECKING:
     from shardctl.estimate.workload import Schedule
 
 
-def count_in_flight(stage: int, stages: int, microbatches: int, schedule: Schedule = "1f1b", virtual: int = 1) -> float:
+def count_in_flight(
+    stage: int,
+    stages: int,
+    microbatches: int,
+    schedule: Schedule = "1f1b",
+    virtual: int = 1,
+    *,
+    overlapped: bool = False,
+) -> float:
     """Count the most microbatches whose activations stage `stage` of `stages` holds at once.
 
     The unit is one microbatch through all layers of the stage; with `virtual` chunks of a stage, each counts for one
@@ -23,6 +31,9 @@ def count_in_flight(stage: int, stages: int, microbatches: int, schedule: Schedu
     Interleaved, stage k runs `2 (p - k - 1) + (v - 1) p` chunks forward before its first backward pass and holds one
     more: on the first stage `p (1 + (p - 1) / (p v))` (Korthikanti et al. 2022, sec. 4.2.3).
 
+    Where the all-to-all of experts is `overlapped` with another microbatch's computation, one more pass forward runs
+    before the first backward (`get_pp_rank_microbatches`, `overlap_moe_expert_parallel_comm`).
+
     >>> [count_in_flight(k, 4, 8) for k in range(4)], count_in_flight(0, 4, 8, "interleaved", 2)
     ([4, 3, 2, 1], 5.5)
     """
@@ -30,12 +41,12 @@ def count_in_flight(stage: int, stages: int, microbatches: int, schedule: Schedu
     if not 0 <= stage < stages:
         raise UsageError(f"there is no pipeline stage {stage} among {stages}")
     if stages == 1:
-        return 1
+        return min(microbatches, 1 + overlapped)
     if schedule == "gpipe":
         return microbatches
     if schedule == "1f1b":
-        return min(microbatches, stages - stage)
-    warm_up = 2 * (stages - stage - 1) + (virtual - 1) * stages
+        return min(microbatches, stages - stage + overlapped)
+    warm_up = 2 * (stages - stage - 1) + (virtual - 1) * stages + overlapped
     return min(microbatches * virtual, warm_up + 1) / virtual
 
 
