@@ -295,6 +295,7 @@ def plan(
     prefer_index: bool = False,
     subtree: str | None = None,
     complete_from: str | None = None,
+    apply: str | Sequence[str] = (),
     strict: bool = False,
     allow_unverified: bool = False,
     # end of options
@@ -508,6 +509,8 @@ def plan(
             teacher.
         complete_from: Another checkpoint, which has what the source lacks: layers that predict, a vision model, a head,
             files.
+        apply: Apply this weight delta, such as weight_v000001 of SGLang, to the source; a list gives more than one, in
+            order.
         strict: Treat every warning as an error.
         allow_unverified: Accept files that cannot be compared with the Hub's hashes, and name them.
 
@@ -593,6 +596,7 @@ def reshard(
     prefer_index: bool = False,
     subtree: str | None = None,
     complete_from: str | None = None,
+    apply: str | Sequence[str] = (),
     strict: bool = False,
     allow_unverified: bool = False,
     # end of options
@@ -670,6 +674,7 @@ def reshard(
     prefer_index: bool = False,
     subtree: str | None = None,
     complete_from: str | None = None,
+    apply: str | Sequence[str] = (),
     strict: bool = False,
     allow_unverified: bool = False,
     # end of options
@@ -747,6 +752,7 @@ def reshard(
     prefer_index: bool = False,
     subtree: str | None = None,
     complete_from: str | None = None,
+    apply: str | Sequence[str] = (),
     strict: bool = False,
     allow_unverified: bool = False,
     # end of options
@@ -866,6 +872,8 @@ def reshard(
             teacher.
         complete_from: Another checkpoint, which has what the source lacks: layers that predict, a vision model, a head,
             files.
+        apply: Apply this weight delta, such as weight_v000001 of SGLang, to the source; a list gives more than one, in
+            order.
         strict: Treat every warning as an error.
         allow_unverified: Accept files that cannot be compared with the Hub's hashes, and name them.
 
@@ -947,6 +955,7 @@ def verify(
     prefer_index: bool = False,
     subtree: str | None = None,
     complete_from: str | None = None,
+    apply: str | Sequence[str] = (),
     strict: bool = False,
     allow_unverified: bool = False,
     # end of options
@@ -1037,6 +1046,8 @@ def verify(
             teacher.
         complete_from: Another checkpoint, which has what the source lacks: layers that predict, a vision model, a head,
             files.
+        apply: Apply this weight delta, such as weight_v000001 of SGLang, to the source; a list gives more than one, in
+            order.
         strict: Treat every warning as an error.
         allow_unverified: Accept files that cannot be compared with the Hub's hashes, and name them.
 
@@ -1073,6 +1084,7 @@ def inspect(
     prefer_index: bool = False,
     subtree: str | None = None,
     complete_from: str | None = None,
+    apply: str | Sequence[str] = (),
     strict: bool = False,
     allow_unverified: bool = False,
     # end of options
@@ -1113,6 +1125,8 @@ def inspect(
             teacher.
         complete_from: Another checkpoint, which has what the source lacks: layers that predict, a vision model, a head,
             files.
+        apply: Apply this weight delta, such as weight_v000001 of SGLang, to the source; a list gives more than one, in
+            order.
         strict: Treat every warning as an error.
         allow_unverified: Accept files that cannot be compared with the Hub's hashes, and name them.
 
@@ -1143,6 +1157,7 @@ def diff(
     prefer_index: bool = False,
     subtree: str | None = None,
     complete_from: str | None = None,
+    apply: str | Sequence[str] = (),
     strict: bool = False,
     allow_unverified: bool = False,
     # end of options
@@ -1188,6 +1203,8 @@ def diff(
             teacher.
         complete_from: Another checkpoint, which has what the source lacks: layers that predict, a vision model, a head,
             files.
+        apply: Apply this weight delta, such as weight_v000001 of SGLang, to the source; a list gives more than one, in
+            order.
         strict: Treat every warning as an error.
         allow_unverified: Accept files that cannot be compared with the Hub's hashes, and name them.
 
@@ -1238,6 +1255,7 @@ def digest(
     prefer_index: bool = False,
     subtree: str | None = None,
     complete_from: str | None = None,
+    apply: str | Sequence[str] = (),
     strict: bool = False,
     allow_unverified: bool = False,
     # end of options
@@ -1270,6 +1288,7 @@ def digest(
     prefer_index: bool = False,
     subtree: str | None = None,
     complete_from: str | None = None,
+    apply: str | Sequence[str] = (),
     strict: bool = False,
     allow_unverified: bool = False,
     # end of options
@@ -1302,6 +1321,7 @@ def digest(
     prefer_index: bool = False,
     subtree: str | None = None,
     complete_from: str | None = None,
+    apply: str | Sequence[str] = (),
     strict: bool = False,
     allow_unverified: bool = False,
     # end of options
@@ -1352,6 +1372,8 @@ def digest(
             teacher.
         complete_from: Another checkpoint, which has what the source lacks: layers that predict, a vision model, a head,
             files.
+        apply: Apply this weight delta, such as weight_v000001 of SGLang, to the source; a list gives more than one, in
+            order.
         strict: Treat every warning as an error.
         allow_unverified: Accept files that cannot be compared with the Hub's hashes, and name them.
 
@@ -1446,6 +1468,7 @@ def reshard_each(
     prefer_index: bool = False,
     subtree: str | None = None,
     complete_from: str | None = None,
+    apply: str | Sequence[str] = (),
     strict: bool = False,
     allow_unverified: bool = False,
     # end of options
@@ -1545,6 +1568,7 @@ def contribute(
     prefer_index: bool = False,
     subtree: str | None = None,
     complete_from: str | None = None,
+    apply: str | Sequence[str] = (),
     strict: bool = False,
     allow_unverified: bool = False,
     # end of options
@@ -1634,6 +1658,7 @@ def find_newest(
     prefer_index: bool = False,
     subtree: str | None = None,
     complete_from: str | None = None,
+    apply: str | Sequence[str] = (),
     strict: bool = False,
     allow_unverified: bool = False,
     # end of options

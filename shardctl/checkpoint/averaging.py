@@ -162,7 +162,7 @@ def combine_checkpoints(
 
 def _open_other(first: OpenedCheckpoint, path: str | Path, source_options: SourceOptions) -> OpenedCheckpoint:
     """Open one of the others, with the first one's config if it has none; `first` closes it."""
-    options = replace(source_options, complete_from=None)
+    options = replace(source_options, complete_from=None, apply=())
     found = first.resources.enter_context(open_checkpoint(path, options))
     folder = first.source.folder
     if found.config is None and folder is not None and (folder / CONFIG).is_file():

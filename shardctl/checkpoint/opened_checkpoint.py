@@ -75,6 +75,8 @@ class OpenedCheckpoint:
     """From which checkpoint it was completed, and with what, if it was."""
     averaged: str = ""
     """Of which checkpoints it is the sum, and with which weights, if it is one."""
+    applied: str = ""
+    """Which weight deltas were applied to it, in order."""
     adapter: bool = False
     """Whether it is an adapter (such as LoRA) by itself, and no model."""
     base_config: Mapping[str, Any] | None = None

@@ -79,6 +79,12 @@ def open_checkpoint(
     a warning, if it is excluded. The caller selects among canonical names.
     """
     source, source_options = open_source(path), source_options or SourceOptions()
+    applied = ""
+    if source_options.apply:
+        from shardctl.checkpoint.delta_source import apply_deltas
+
+        source = patched = apply_deltas(source, source_options.apply)
+        applied = patched.describe()
     if count is not None:
         limit_entries(source, count)
     if selection is not None:
@@ -86,6 +92,7 @@ def open_checkpoint(
     with ExitStack() as stack:
         stack.callback(source.close)
         checkpoint = _read_checkpoint(source, source_options, before, selection)
+        checkpoint = replace(checkpoint, applied=applied) if applied else checkpoint
         if source_options.complete_from is not None:
             from shardctl.checkpoint.completing import add_auxiliary_files, complete_checkpoint, holds_files_only
 
@@ -96,7 +103,7 @@ def open_checkpoint(
                 stack.enter_context(checkpoint.resources)
                 yield checkpoint
                 return
-            others = replace(source_options, complete_from=None, config=None, subtree=None)
+            others = replace(source_options, complete_from=None, config=None, subtree=None, apply=())
             checkpoint = complete_checkpoint(checkpoint, _read_checkpoint(base, others))
         stack.enter_context(checkpoint.resources)
         yield checkpoint

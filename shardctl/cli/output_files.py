@@ -160,6 +160,7 @@ def _list_planned_inputs(path: Path) -> list[tuple[str, str]]:
         "--config": (options.config,),
         "--rules": (options.rules,),
         "--complete-from": (options.complete_from,),
+        "--apply": options.apply,
         "--merge": plan.reshard_options.merge,
     }
     named = [(flag, str(place)) for flag, places in others.items() for place in places if place is not None]

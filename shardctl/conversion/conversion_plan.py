@@ -69,6 +69,7 @@ from shardctl.tensors.manifest import ConstantFill
 from shardctl.tensors.mesh import Mesh
 from shardctl.tensors.pieces import PlacedCheckpoint, balance_stages, compute_layer_costs, parse_stages
 from shardctl.tensors.record import (
+    APPLIED,
     AVERAGED,
     BASE_ONLY,
     DERIVED,
@@ -101,7 +102,7 @@ _USUAL_VALUES: Final = {each.name: each.default for each in fields(ReshardOption
 _INHERITED_RECORD_KEYS: Final = (
     *("dtype", "keep_fp32", "include", "exclude", "left_out", "retyped", OVERFLOWED),
     *(DEQUANTIZED, DEQUANTIZED_MODULES, MERGED, MERGE_ARITHMETIC, QUANTIZED, ONLY, COMPLETED, SAVED_NAMES),
-    *(AVERAGED, SUBTREE, UNTIED),
+    *(APPLIED, AVERAGED, SUBTREE, UNTIED),
 )
 
 _PLANNING_MEMORY: Final = 2 << 30
@@ -315,6 +316,7 @@ def work_out_conversion(drafted: DraftedConversion, *, least: bool = False) -> P
         | ({DEQUANTIZED: "true"} if checkpoint.encoded else {})
         | ({"dropped_rows": str(checkpoint.dropped_rows)} if checkpoint.dropped_rows else {})
         | ({AVERAGED: checkpoint.averaged} if checkpoint.averaged else {})
+        | ({APPLIED: checkpoint.applied} if checkpoint.applied else {})
         | ({UNTIED: "true"} if checkpoint.untied else {})
         | ({COMPLETED: checkpoint.completed} if checkpoint.completed else {})
         | _record_base_model(checkpoint)

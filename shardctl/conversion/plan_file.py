@@ -161,6 +161,9 @@ def write_plan_file(path: str | Path, work: PlannedConversion, source_options: S
     reshard_options = replace(work.reshard_options, to=work.layout, mesh=mesh, stages=stages)
     if source_options.complete_from is not None and Path(source_options.complete_from).exists():
         source_options = replace(source_options, complete_from=str(Path(source_options.complete_from).absolute()))
+    if source_options.apply:
+        places = [str(Path(each).absolute()) if Path(each).exists() else each for each in source_options.apply]
+        source_options = replace(source_options, apply=tuple(places))
     document = {
         "schema": SCHEMA,
         "version": __version__,

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from shardctl.base.errors import DestinationError, UsageError
 from shardctl.base.workers import ExecutionOptions, choose_thread_count
-from shardctl.checkpoint.joined_source import JoinedSource
 from shardctl.checkpoint.name_selection import NameSelection
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.conversion.consumer_target import (
@@ -80,7 +79,7 @@ def open_conversion(
     with ExitStack() as stack:
         checkpoint, heads = open_input(stack, path, wanted, options, count if whole else None)
         said += heads
-        for given in checkpoint.source.parts if isinstance(checkpoint.source, JoinedSource) else (checkpoint.source,):
+        for given in _list_parts(checkpoint.source):
             _check_apart(given, destination)
         work = (
             plan.drafted(checkpoint, reshard_options or plan.reshard_options)
@@ -153,6 +152,7 @@ def _require_inputs_elsewhere(
         "--config": (source_options.config,),
         "--rules": (source_options.rules,),
         "--complete-from": (source_options.complete_from,),
+        "--apply": source_options.apply,
     }
     for flag, places in read.items():
         for place in places:
@@ -160,6 +160,15 @@ def _require_inputs_elsewhere(
                 raise DestinationError(
                     f"{destination} holds what {flag} reads: {place}", hint="write to another directory"
                 )
+
+
+def _list_parts(source: Source) -> Iterator[Source]:
+    """List the places that a source reads: one, or more if it joins sources or applies deltas."""
+    parts: tuple[Source, ...] | None = getattr(source, "parts", None)
+    if parts is None:
+        yield source
+    for part in parts or ():
+        yield from _list_parts(part)
 
 
 def _check_apart(given: Source, destination: str | Path) -> None:

@@ -122,6 +122,17 @@ class SourceOptions:
         ),
     ] = None
     """A path or an address; what contradicts the source is refused."""
+    apply: Annotated[
+        tuple[str, ...],
+        CommandOption(
+            HelpPanel.SOURCE,
+            "Apply this weight delta, such as weight_v000001 of SGLang, to the source; may be repeated, in order.",
+            metavar="DELTA",
+            accepts=list[str],
+            access=PathAccess.READ,
+        ),
+    ] = ()
+    """The source has safetensors files. `verify --against` applies it to the base, and `diff` to the first."""
     strict: Annotated[
         bool,
         CommandOption(

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from shardctl.base.workers import StopRequest
 
-HIDDEN: Final = frozenset({".git", ".cache", ".shardctl"})
+HIDDEN: Final = frozenset({".git", ".cache", ".shardctl", ".weight_sync"})
 """Folders that programs keep for themselves: what is in them is no part of a checkpoint."""
 Span = tuple[str, int, int]
 """A stretch of a file: its path, the offset of the first byte, and how many bytes."""

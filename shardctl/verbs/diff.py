@@ -139,6 +139,8 @@ def diff(
     damaged records of archives.
     """
     effort = effort or ExecutionOptions()
+    if source_options_b is not None and source_options_b is source_options_a:
+        source_options_b = replace(source_options_b, apply=())  # the deltas are those of the first
     with (
         open_checkpoint(a, source_options_a) as left,
         open_checkpoint(b, source_options_b) as right,

@@ -306,6 +306,8 @@ def _list_changes(work: PlannedConversion) -> Iterator[str]:
         yield f"{format_plural(len(options.merge), 'adapter')} merged"
     if work.checkpoint.averaged:
         yield f"the sum {work.checkpoint.averaged}"
+    if work.checkpoint.applied:
+        yield f"with the deltas {work.checkpoint.applied}"
     if options.experts != "keep":
         yield f"experts {options.experts}"
     for name in ("only", "include", "exclude"):

@@ -42,7 +42,7 @@ from shardctl.storage.local import LocalSource
 from shardctl.tensors.digest import compute_checkpoint_digest
 from shardctl.tensors.mesh import Mesh
 from shardctl.tensors.pieces import PlacedCheckpoint
-from shardctl.tensors.record import AVERAGED, GIVEN, RECORD, SUBTREE, UNTIED
+from shardctl.tensors.record import APPLIED, AVERAGED, GIVEN, RECORD, SUBTREE, UNTIED
 from shardctl.verify import alignment, rank_parts, structure
 from shardctl.verify.download_hashes import find_equal_files, list_stated_hashes
 from shardctl.verify.finding import CheckFinding
@@ -181,7 +181,8 @@ class _VerifyRun:
 
         try:
             with ExitStack() as stack:
-                checkpoint = stack.enter_context(_open_whole(self.path, options, recorded, first))
+                mine = replace(options, apply=()) if self.verify_options.against is not None else options
+                checkpoint = stack.enter_context(_open_whole(self.path, mine, recorded, first))
                 checkpoint = _set_given_mesh(checkpoint, self.verify_options)
                 found = list(_check_structure(checkpoint))
                 first.add(iter(found))
@@ -249,6 +250,13 @@ class _VerifyRun:
             raise UsageError(
                 f"{checkpoint.source.name} is the sum {summed}",
                 hint="to compare it with that, add --average-with, --ema or --add-difference as reshard had them",
+            )
+        patched = checkpoint.record.options.get(APPLIED) if checkpoint.record is not None else None
+        again = other.record.options.get(APPLIED) if other.record is not None else None
+        if patched is not None and not other.applied and patched != again:
+            raise UsageError(
+                f"{checkpoint.source.name} was made with the deltas {patched}",
+                hint="to compare it with its source, add --apply and each of them, in order",
             )
 
     def _rest(self, checkpoint: OpenedCheckpoint, other: OpenedCheckpoint | None) -> tuple[list[LevelResult], str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from sys import intern
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.base.errors import HostileError, SourceError
+from shardctl.base.errors import HostileError, SourceError, UnsupportedError
 from shardctl.base.value import value_class
 from shardctl.libraries.files.impostors import refuse_impostor, refuse_unfinished
 from shardctl.libraries.files.json_members import (
@@ -42,6 +42,8 @@ _LONGEST_NAME: Final = 255
 _PLAIN_ENTRY: Final = re.compile(rf'{PLAIN_KEY}"([^"\\\x00-\x1f]{{0,10000}}+)"{PLAIN_END}')
 """An entry of the weight map as every known library spells it: not a rule of its own, only quicker to read."""
 _DRIVE_LETTER_PATTERN: Final = re.compile(r"[A-Za-z]:")
+DELTA_ENCODING: Final = "delta_encoding"
+"""The key of an index's metadata by which SGLang's weight deltas are known."""
 
 
 @value_class
@@ -55,6 +57,7 @@ class WeightIndex:
     total_size: int | None
     """`metadata.total_size`, the bytes of all tensors, where the index has it."""
     warnings: tuple[str, ...] = ()
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def shards(self) -> tuple[str, ...]:
@@ -95,10 +98,11 @@ class WeightIndex:
         return tuple(warnings)
 
 
-def read_index(source: Source, path: str) -> WeightIndex:
+def read_index(source: Source, path: str, *, delta: bool = False) -> WeightIndex:
     """Read the index file `path`; its shards are looked for beside it, but not opened.
 
     Raises:
+        UnsupportedError: it is the index of a weight delta, and no `delta` is expected.
         SourceError: the index is malformed, or a shard is missing, not a regular file or not completely downloaded.
         HostileError: a shard's name, or the link behind it, leaves the directory.
     """
@@ -115,13 +119,19 @@ def read_index(source: Source, path: str) -> WeightIndex:
     except MalformedError as error:
         refuse_impostor(source, path, "an index")
         raise SourceError(f"{path} is malformed: {error}") from error
+    if DELTA_ENCODING in parsed.metadata and not delta:
+        version = f"version {parsed.metadata.get('version')} on {parsed.metadata.get('base_version')}"
+        raise UnsupportedError(
+            f"{source.name} is a weight delta ({version:.100}), as SGLang and slime publish them, and no checkpoint",
+            hint=f"apply it to its base: shardctl reshard BASE DST --apply {source.name}",
+        )
     if parsed.weight_map is None:
         raise SourceError(f"{path} has no `weight_map`, so it does not say which file holds which tensor")
     paths = {file: shard_path(source, path, file) for file in dict.fromkeys(parsed.weight_map.values())}
     weight_map = parsed.weight_map
     if any(file != inside for file, inside in paths.items()):
         weight_map = {name: paths[file] for name, file in weight_map.items()}
-    return WeightIndex(path, weight_map, parsed.total_size, tuple(parsed.warnings))
+    return WeightIndex(path, weight_map, parsed.total_size, tuple(parsed.warnings), parsed.metadata)
 
 
 def read_shard_index(source: Source, path: str) -> WeightIndex:
@@ -179,6 +189,7 @@ class _ParsedIndex:
     weight_map: dict[str, str] | None = None
     total_size: int | None = None
     warnings: list[str] = field(default_factory=list)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
     _keys: set[str] = field(default_factory=set)
     _files: dict[str, str] = field(default_factory=dict)
     _text: str = ""
@@ -228,7 +239,8 @@ class _ParsedIndex:
         return at
 
     def _metadata(self, value: Any) -> None:  # noqa: ANN401 - any JSON
-        total = value.get("total_size") if isinstance(value, dict) else None
+        self.metadata = value if isinstance(value, dict) else {}
+        total = self.metadata.get("total_size")
         if isinstance(total, float) and total.is_integer() and total >= 0:
             total = int(total)  # some writers divide and multiply
         if type(total) is int:

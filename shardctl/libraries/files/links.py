@@ -30,6 +30,7 @@ def check_link(source: Source, path: str) -> None:
     Raises:
         HostileError: the link leaves the checkpoint's directory, and does not lead into such a store.
     """
+    source = getattr(source, "base", source)  # of a source with deltas: its base has the files
     if not isinstance(source, LocalSource):
         return
     link = source.root / path
@@ -46,6 +47,7 @@ def check_link(source: Source, path: str) -> None:
 
 def list_broken_links(source: Source) -> list[str]:
     """List the links in a directory that lead to nothing, or in a circle; a source does not list them as files."""
+    source = getattr(source, "base", source)
     if not isinstance(source, LocalSource) or not source.path.is_dir():
         return []
     with os.scandir(source.root) as entries:

@@ -22,7 +22,7 @@ _WEIGHT_INDEX_PATTERN: Final = re.compile(r".+\.(safetensors|bin|h5|msgpack|pt|p
 """Indexes of weights, also those of variants (`model.safetensors.index.fp16.json`); also remade."""
 _MAX_FILES_SHOWN: Final = 8
 """Files that one warning names."""
-_INTERNAL_FOLDER_NAMES: Final = frozenset({".git", ".cache", ".shardctl", "__pycache__"})
+_INTERNAL_FOLDER_NAMES: Final = frozenset({".git", ".cache", ".shardctl", ".weight_sync", "__pycache__"})
 """Folders that programs keep for themselves."""
 _EXPORTED_WEIGHTS_PATTERN: Final = re.compile(
     r".+(\.onnx|[._]onnx[._]data(_[0-9]+)?|\.h5|\.keras|\.msgpack|\.ot|\.tflite|\.gguf|\.ggml|\.pdparams|\.mlmodel"
