@@ -73,12 +73,12 @@ __all__ = [
     "reshard",
     "verify",
 ]
-_LATE: Final = frozenset(__all__) - {"__version__"}
+_LAZY_EXPORT_NAMES: Final = frozenset(__all__) - {"__version__"}
 
 
 def __getattr__(name: str) -> object:
     """Import what is offered here when it is first asked for: what it needs is slow to import."""
-    if name in _LATE:
+    if name in _LAZY_EXPORT_NAMES:
         return getattr(import_module("shardctl.api"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -92,7 +92,7 @@ class _LazyPackage(ModuleType):
 
     def __setattr__(self, name: str, value: object) -> None:
         """Leave out what the import of a submodule sets; `from shardctl.verify import ...` does not need it."""
-        if not (name in _LATE and isinstance(value, ModuleType)):
+        if not (name in _LAZY_EXPORT_NAMES and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
 

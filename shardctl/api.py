@@ -102,7 +102,7 @@ __all__ = [
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 _Detail = Literal["summary", "stage", "rank", "tensor", "time", "zero"]
-_PLACES = frozenset({"path", "a", "b", "destination", "pattern"})
+_PATH_PARAMETER_NAMES = frozenset({"path", "a", "b", "destination", "pattern"})
 """Parameters that take a path or an address."""
 
 
@@ -149,7 +149,7 @@ def _add_hints(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, 
     def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         try:
             bound = _bind(lined, args, kwargs)
-            for name in _PLACES & bound.arguments.keys():
+            for name in _PATH_PARAMETER_NAMES & bound.arguments.keys():
                 if bound.arguments[name] is not None:
                     bound.arguments[name] = check_path(name, bound.arguments[name])
             return function(*bound.args, **bound.kwargs)

@@ -415,7 +415,7 @@ def test_what_a_callable_raises_ends_the_run_and_the_same_call_resumes(tmp_path)
 def test_a_bar_is_shown_on_stderr(tmp_path, capfd, monkeypatch):
     shardctl.reshard(LLAMA, tmp_path / "quiet", tp=2)
     assert capfd.readouterr() == ("", "")
-    monkeypatch.setattr("shardctl.cli.progress._TICK", 0.001)
+    monkeypatch.setattr("shardctl.cli.progress._SAMPLING_INTERVAL_SECONDS", 0.001)
     shardctl.reshard(LLAMA, tmp_path / "out", tp=2, progress=True)
     assert capfd.readouterr().out == ""
 

@@ -11,11 +11,11 @@ from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.options.declaration import CommandOption, HelpPanel, PathAccess
 from shardctl.options.places import parse_output_file, parse_place
 
-_PLACES = (
+_SOURCE_HELP = (
     "A path, owner/name on the Hub, or an address. The name may have a revision, as in owner/name@main; addresses "
     "begin with s3://, gs:// or az://."
 )
-_WHERE = (
+_DESTINATION_HELP = (
     "A new or empty directory, or an address. A directory that shardctl wrote is resumed, or replaced with "
     "--overwrite; addresses begin with hf://, s3://, gs:// or az://."
 )
@@ -36,14 +36,14 @@ def declare_report(text: str, *, brief: str) -> CommandOption:
     )
 
 
-_PAGES = (".html", ".htm")
+_HTML_SUFFIXES = (".html", ".htm")
 """The suffixes of a page; with another suffix, the name may be a mistake that would overwrite a valuable file."""
 
 
 def parse_page_file(text: str) -> Path:
     """Parse the name of a page to write; raises UsageError for another suffix."""
     path = parse_output_file(text)
-    if path.suffix.lower() not in _PAGES:
+    if path.suffix.lower() not in _HTML_SUFFIXES:
         raise UsageError(f"--report writes HTML, and {path} has another suffix", hint="name it FILE.html")
     return path
 
@@ -59,8 +59,8 @@ Page = Annotated[
         access=PathAccess.WRITTEN,
     ),
 ]
-Source = Annotated[str, declare_place("SRC", _PLACES)]
-Destination = Annotated[str | None, declare_place(DESTINATION, _WHERE)]
+Source = Annotated[str, declare_place("SRC", _SOURCE_HELP)]
+Destination = Annotated[str | None, declare_place(DESTINATION, _DESTINATION_HELP)]
 Json = Annotated[
     bool,
     CommandOption(

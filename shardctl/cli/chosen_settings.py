@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 PREFIX: Final = "SHARDCTL_"
 PROJECT: Final = "pyproject.toml"
-_TABLE: Final = "tool.shardctl"
+_PYPROJECT_TABLE: Final = "tool.shardctl"
 _OTHER_VARIABLES: Final = frozenset({"DEBUG", "WORKERS", "GPU_TESTS", "VLLM_PYTHON"})
 """What variables with the prefix mean that are no settings."""
 _NOT_OF_PROJECTS: Final = frozenset(
@@ -37,8 +37,17 @@ _NOT_OF_PROJECTS: Final = frozenset(
 )
 """Options that permit something, run a program, send a key, write a file, choose what is read, or hide what was set:
 a project may be downloaded, and must not decide that for its user."""
-_TRUE: Final = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-_PAIR: Final = 2
+_BOOLEAN_WORDS: Final = {
+    "1": True,
+    "true": True,
+    "yes": True,
+    "on": True,
+    "0": False,
+    "false": False,
+    "no": False,
+    "off": False,
+}
+_ANNOTATED_ARGS_COUNT: Final = 2
 
 
 @value_class
@@ -139,7 +148,7 @@ def _list_files(environment: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
             "the working directory does not exist any more", hint="change to a directory that exists, with cd"
         ) from error
     project = next((place / PROJECT for place in (here, *here.parents) if (place / PROJECT).is_file()), here / PROJECT)
-    yield project, _TABLE
+    yield project, _PYPROJECT_TABLE
     base = environment.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")  # noqa: PTH111, PTH118 - a home that is not known is "~"
     yield Path(base, "shardctl", "config.toml"), ""
 
@@ -198,10 +207,10 @@ def _read_variable(
 ) -> OptionSetting | None:
     words = name.removeprefix(PREFIX).lower().replace("_", "-")
     for verb, flags in options.items():
-        flag, value = _replace_alias(f"--{words.removeprefix(f'{verb}-')}", _TRUE.get(text, text), functions)
+        flag, value = _replace_alias(f"--{words.removeprefix(f'{verb}-')}", _BOOLEAN_WORDS.get(text, text), functions)
         if words.startswith(f"{verb}-") and flag in flags:
             return OptionSetting(flag, verb, text if isinstance(value, bool) else value, name)
-    flag, value = _replace_alias(f"--{words}", _TRUE.get(text, text), functions)
+    flag, value = _replace_alias(f"--{words}", _BOOLEAN_WORDS.get(text, text), functions)
     known = any(flag in flags for flags in options.values())
     return OptionSetting(flag, "", text if isinstance(value, bool) else value, name) if known else None
 
@@ -249,9 +258,9 @@ def list_defaults(chosen: Mapping[str, OptionSetting], function: Callable[..., A
             continue
         value, several = setting.value, get_origin(parameter.annotation) is list
         if parameter.annotation is bool and isinstance(value, str):
-            if value.lower() not in _TRUE:
+            if value.lower() not in _BOOLEAN_WORDS:
                 raise UsageError(f"{setting} is neither true nor false", hint="write 1 or 0")
-            value = _TRUE[value.lower()]
+            value = _BOOLEAN_WORDS[value.lower()]
         if (parameter.annotation is not bool and isinstance(value, bool)) or (isinstance(value, tuple) and not several):
             raise UsageError(
                 f"{setting}: {setting.option} takes one value", hint=f"it takes {info.metavar or 'a text'}"
@@ -264,7 +273,7 @@ def _list_parameters(function: Callable[..., Any]) -> Iterator[tuple[inspect.Par
     for parameter in inspect.signature(function, eval_str=True).parameters.values():
         info = parameter.default
         if get_origin(parameter.annotation) is Annotated:
-            annotation, info = get_args(parameter.annotation)[:_PAIR]
+            annotation, info = get_args(parameter.annotation)[:_ANNOTATED_ARGS_COUNT]
             parameter = parameter.replace(annotation=annotation)  # noqa: PLW2901 - the same without its metadata
         if isinstance(info, typer.models.OptionInfo):
             yield parameter, info

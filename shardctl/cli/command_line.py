@@ -10,14 +10,14 @@ from shardctl.report.visible import hide_passwords
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_COMMAND: ContextVar[tuple[str, ...]] = ContextVar("command", default=())
+_CURRENT_COMMAND_ARGS: ContextVar[tuple[str, ...]] = ContextVar("command", default=())
 
 
 def remember_command(args: Sequence[str]) -> None:
     """Remember what follows the name of the program."""
-    _COMMAND.set(tuple(args))
+    _CURRENT_COMMAND_ARGS.set(tuple(args))
 
 
 def recall_command() -> tuple[str, ...]:
     """Return the whole command line, with the name of the program and without passwords in addresses."""
-    return ("shardctl", *map(hide_passwords, _COMMAND.get()))
+    return ("shardctl", *map(hide_passwords, _CURRENT_COMMAND_ARGS.get()))

@@ -19,12 +19,12 @@ ASK: Final = "_complete"
 """What a script begins its question with: the shell, then the words up to the cursor, the last of which is not over."""
 FILES: Final = ":files"
 """The answer that the shell is to list files."""
-_SHELLS: Final = ("bash", "zsh", "fish")
-_PLACES: Final = ("SRC", "DST", "PATH", "FILE", "DIR", "BASE", "A", "B")
+_SUPPORTED_SHELLS: Final = ("bash", "zsh", "fish")
+_PATH_METAVARS: Final = ("SRC", "DST", "PATH", "FILE", "DIR", "BASE", "A", "B")
 """What stands in help for a path."""
-_PAIR: Final = 2
+_ANNOTATED_ARGS_COUNT: Final = 2
 
-_BASH: Final = r"""# Completes shardctl in bash. In ~/.bashrc:  eval "$(shardctl completion bash)"
+_BASH_SCRIPT: Final = r"""# Completes shardctl in bash. In ~/.bashrc:  eval "$(shardctl completion bash)"
 _shardctl() {
     local line
     COMPREPLY=()
@@ -38,7 +38,7 @@ _shardctl() {
 }
 complete -o bashdefault -o default -F _shardctl shardctl
 """
-_ZSH: Final = r"""#compdef shardctl
+_ZSH_SCRIPT: Final = r"""#compdef shardctl
 # Completes shardctl in zsh. In ~/.zshrc, after compinit:  eval "$(shardctl completion zsh)"
 _shardctl() {
     local line
@@ -70,7 +70,7 @@ function __shardctl_complete
 end
 complete -c shardctl -f -a '(__shardctl_complete)'
 """
-_SCRIPTS: Final = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
+_COMPLETION_SCRIPTS: Final = {"bash": _BASH_SCRIPT, "zsh": _ZSH_SCRIPT, "fish": _FISH}
 
 EXAMPLES = """
 Examples:
@@ -83,7 +83,7 @@ def completion(
     shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(show_default=False, help="Which shell asks.")],
 ) -> int:
     """Print a script that lets a shell complete verbs, options, formats, devices and paths."""
-    streams.print_text(_SCRIPTS[shell])
+    streams.print_text(_COMPLETION_SCRIPTS[shell])
     return 0
 
 
@@ -148,13 +148,13 @@ def _read_signature(function: Callable[..., Any]) -> tuple[dict[str, _KnownOptio
     for parameter in inspect.signature(function, eval_str=True).parameters.values():
         annotation, info = parameter.annotation, parameter.default
         if get_origin(annotation) is Annotated:
-            annotation, info = get_args(annotation)[:_PAIR]
+            annotation, info = get_args(annotation)[:_ANNOTATED_ARGS_COUNT]
         if isinstance(info, typer.models.ArgumentInfo):
             choices = choices or _list_choices(annotation)
         elif isinstance(info, typer.models.OptionInfo):
             known = info.autocompletion
             words = tuple(known()) if known is not None else _list_choices(annotation)
-            place = (info.metavar or "").partition(".")[0] in _PLACES or Path in _unpack_union(annotation)
+            place = (info.metavar or "").partition(".")[0] in _PATH_METAVARS or Path in _unpack_union(annotation)
             option = _KnownOption(split_first_sentence(info.help or ""), annotation is bool, place, words)
             options |= {flag: option for flag in info.param_decls or () if flag.startswith("-")}
     return options, choices

@@ -10,7 +10,7 @@ from shardctl.options.declaration import CommandOption, HelpPanel
 from shardctl.options.reshard_options import HostMemory, Threads
 from shardctl.tensors.mesh import Mesh
 
-_DIGEST: Final = re.compile(r"shardctl1:[0-9a-f]{32}")
+_DIGEST_PATTERN: Final = re.compile(r"shardctl1:[0-9a-f]{32}")
 
 COMMON = ("--expect", "--tensors", "--as", "--tp", "--json")
 """What -h and --help show."""
@@ -115,7 +115,7 @@ def _print_engine_sums(
 
 def _require_digest(text: str) -> None:
     """Raise UsageError for what is no digest, such as the empty output of a command that failed."""
-    if not _DIGEST.fullmatch(text):
+    if not _DIGEST_PATTERN.fullmatch(text):
         raise UsageError(
             f"--expect {text!r:.60} is not a digest", hint="a digest is shardctl1: and 32 hexadecimal digits"
         )

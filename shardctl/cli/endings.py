@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
-_ENDING: Final = (signal.SIGTERM, signal.SIGHUP)
+_TERMINATION_SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP)
 """What asks a command to end, beside Ctrl-C: somebody, and the terminal that goes away."""
 
 
@@ -29,14 +29,16 @@ def raise_on_termination() -> Iterator[None]:
 
     A signal that is ignored stays so, as `nohup` has it.
     """
-    with _raise_on_signals(TerminatedError, [each for each in _ENDING if _get_handler(each) == signal.SIG_DFL]):
+    with _raise_on_signals(
+        TerminatedError, [each for each in _TERMINATION_SIGNALS if _get_handler(each) == signal.SIG_DFL]
+    ):
         yield
 
 
 @contextmanager
 def raise_when_finished() -> Iterator[None]:
     """Raise FinishedError for a signal while a result is told that is complete: the exit code must not deny it."""
-    wanted = (*_ENDING, signal.SIGINT)
+    wanted = (*_TERMINATION_SIGNALS, signal.SIGINT)
     with _raise_on_signals(
         FinishedError, [each for each in wanted if _get_handler(each) not in (signal.SIG_IGN, None)]
     ):

@@ -12,20 +12,24 @@ from shardctl.base.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_NUMBERS: Final = {
+_NUMBER_ERROR_MESSAGES: Final = {
     "Input should be a valid integer": "{value} is not a whole number",
     "Input should be a valid number": "{value} is not a number",
 }
 """How pydantic, which typer repeats, begins to say that something is no number."""
-_BOUND: Final = re.compile(r"Input should be (greater|less) than or equal to (\S+)", re.IGNORECASE)
-_BOUNDS: Final = {"greater": "least", "less": "most"}
-_PYDANTIC: Final = re.compile(r"(Input should be|Value error|Unable to parse|Field required)[^:]*", re.IGNORECASE)
+_BOUND_ERROR_PATTERN: Final = re.compile(r"Input should be (greater|less) than or equal to (\S+)", re.IGNORECASE)
+_BOUND_WORDS: Final = {"greater": "least", "less": "most"}
+_PYDANTIC_ERROR_PATTERN: Final = re.compile(
+    r"(Input should be|Value error|Unable to parse|Field required)[^:]*", re.IGNORECASE
+)
 """How pydantic begins to say what a value should be, in words of its own types."""
 _MIN_SIMILARITY: Final = 0.7
 """Below, a suggestion is more often wrong than right: `--users` is not `--towers`."""
-_REJECTED: Final = re.compile(r"invalid value for '(?P<option>--[\w-]+)[^']*': (?P<rest>.*)", re.IGNORECASE | re.DOTALL)
-_MISSING: Final = re.compile(r"(Missing argument '\w+')\. Choose from:\s*(.*)", re.DOTALL)
-_CHOICE: Final = re.compile(r"'(?P<value>[^']+)' is not one of (?P<choices>'.*)", re.DOTALL)
+_INVALID_VALUE_PATTERN: Final = re.compile(
+    r"invalid value for '(?P<option>--[\w-]+)[^']*': (?P<rest>.*)", re.IGNORECASE | re.DOTALL
+)
+_MISSING_ARGUMENT_PATTERN: Final = re.compile(r"(Missing argument '\w+')\. Choose from:\s*(.*)", re.DOTALL)
+_INVALID_CHOICE_PATTERN: Final = re.compile(r"'(?P<value>[^']+)' is not one of (?P<choices>'.*)", re.DOTALL)
 
 
 def translate_parser_error(error: Exception, args: Sequence[str]) -> Exception:
@@ -35,7 +39,7 @@ def translate_parser_error(error: Exception, args: Sequence[str]) -> Exception:
     """
     if not isinstance(error, typer.TyperException):
         return error
-    missing = _MISSING.search(error.format_message())
+    missing = _MISSING_ARGUMENT_PATTERN.search(error.format_message())
     if missing is not None:
         return UsageError(f"m{missing[1][1:]}", hint=f"use {' '.join(missing[2].split())}")
     return _translate_message(error, args)
@@ -54,14 +58,14 @@ def _translate_message(error: typer.TyperException, args: Sequence[str]) -> Usag
         message = error.message if near else error.format_message()
     message = message.strip().rstrip(".").replace(": Value error, ", ": ")
     message = message[:1].lower() + message[1:]
-    rejected = _REJECTED.fullmatch(message)
+    rejected = _INVALID_VALUE_PATTERN.fullmatch(message)
     if rejected is not None:
         option, rest = rejected["option"], rejected["rest"]
-        for begin, said in _NUMBERS.items():
+        for begin, said in _NUMBER_ERROR_MESSAGES.items():
             if rest.startswith(begin):
                 message = f"{option}: {said.format(value=repr(_find_value(args, option)))}"
                 guess = guess or _guess_number(_find_value(args, option))
-        choice = _CHOICE.fullmatch(rest)
+        choice = _INVALID_CHOICE_PATTERN.fullmatch(rest)
         guess = guess or (_guess_choice(choice["value"], choice["choices"]) if choice is not None else "")
         if choice is not None and option == "--dtype" and "--quantize" in _list_options(context):
             guess = foreign_words.QUANTIZED.get(choice["value"].lower(), guess)
@@ -77,8 +81,8 @@ def _translate_message(error: typer.TyperException, args: Sequence[str]) -> Usag
         guess = _find_long_option(args, context)
         message = f"no such option: {guess[1:]}" if guess else message
     path = context.command_path if context else "shardctl"
-    message = _BOUND.sub(lambda found: f"must be at {_BOUNDS[found[1].lower()]} {found[2]}", message)
-    message = _PYDANTIC.sub("the value is not of the kind that it takes", message)
+    message = _BOUND_ERROR_PATTERN.sub(lambda found: f"must be at {_BOUND_WORDS[found[1].lower()]} {found[2]}", message)
+    message = _PYDANTIC_ERROR_PATTERN.sub("the value is not of the kind that it takes", message)
     hint = f"did you mean {guess.rstrip('?')}?" if guess else f"{path} --help lists the arguments"
     return UsageError(message, hint=hint)
 

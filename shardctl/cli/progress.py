@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from shardctl.base.workers import ExecutionOptions, ProgressWatcher
 
-_TICK: Final = 0.5
+_SAMPLING_INTERVAL_SECONDS: Final = 0.5
 """Seconds between samples of the rate, and between looks at whether something is due."""
 
 
@@ -68,7 +68,7 @@ class _ProgressWatch:
         self._view.close()
 
     def _tick(self) -> None:
-        while not self._over.wait(_TICK):
+        while not self._over.wait(_SAMPLING_INTERVAL_SECONDS):
             self._view.show()
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_origin
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_NUMBER: Final = re.compile(r"[0-9]{1,9}")
+_INTEGER_PATTERN: Final = re.compile(r"[0-9]{1,9}")
 
 
 class QuickReader:
@@ -53,7 +53,7 @@ def _read_value(value: object, annotation: object, info: Any) -> object:  # noqa
         read = value
     elif kinds == [Path] and type(value) is str and value and not _has_demands(info):
         read = Path(value)
-    elif kinds == [int] and (type(value) is int or (type(value) is str and _NUMBER.fullmatch(value))):
+    elif kinds == [int] and (type(value) is int or (type(value) is str and _INTEGER_PATTERN.fullmatch(value))):
         number = int(value)
         within = (info.min is None or number >= info.min) and (info.max is None or number <= info.max)
         read = number if within else None

@@ -22,13 +22,13 @@ Examples:
   shardctl settings --json
 """
 
-_JSON: Any = typer.Option(False, "--json", metavar="", help="Print one JSON document instead of text.")
+_JSON_OPTION: Any = typer.Option(False, "--json", metavar="", help="Print one JSON document instead of text.")
 
 
 def build_settings_command(verbs: Mapping[str, Callable[..., int | None]]) -> Callable[..., int]:
     """Build the command, which shows the settings of these verbs."""
 
-    def settings(*, json: bool = _JSON) -> int:
+    def settings(*, json: bool = _JSON_OPTION) -> int:
         """Show which options files and variables set, for which verbs, and where settings were looked for."""
         read = read_settings(verbs, os.environ)
         chosen = {verb: list(read.choose(verb, each, ()).values()) for verb, each in verbs.items()}

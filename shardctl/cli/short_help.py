@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 ALL: Final = "--help-all"
 """What lists every option."""
-_WIDTH: Final = 80
-_NAMES: Final = 24
+_HELP_WIDTH_COLUMNS: Final = 80
+_OPTION_COLUMN_WIDTH: Final = 24
 """Columns of the flags and what they take."""
 _MAX_ROW_LINES: Final = 4
 """Lines of an option in --help; in -h it has one."""
-_CHOICES: Final = 40
+_MAX_CHOICES_CHARACTERS: Final = 40
 """Characters of choices that are listed."""
-_VERBS: Final = 12
+_COMMAND_COLUMN_WIDTH: Final = 12
 """Columns of the verbs."""
-_SENTENCE: Final = re.compile(r"[.;](?= |$)")
+_SENTENCE_END_PATTERN: Final = re.compile(r"[.;](?= |$)")
 _DEFAULT: Final = re.compile(r"Default: (.+?)\.(?= |$)")
 """Where the help of an option says what happens without it."""
 
@@ -62,7 +62,7 @@ def format_short_help(
     if brief:
         more = f"{program} --help says more" + more.replace(f"{program} ", ", ", 1)
         return "\n".join([usage, *lines, f"{more}.", guide, ""])
-    about = fill(" ".join((command.help or "").split()), _WIDTH)
+    about = fill(" ".join((command.help or "").split()), _HELP_WIDTH_COLUMNS)
     more = f"{more}." if more else ""
     return "\n".join([usage, "", about, "", *lines, "", examples.strip(), "", *filter(None, [more, guide]), ""])
 
@@ -75,7 +75,7 @@ def format_program_help(program: str, command: Any) -> str:  # noqa: ANN401 - cl
         [
             f"Usage: {program} [OPTIONS] COMMAND [ARGS]...",
             "",
-            fill(" ".join((command.help or "").split()), _WIDTH),
+            fill(" ".join((command.help or "").split()), _HELP_WIDTH_COLUMNS),
             "",
             *(_format_verb_row(name, help_ or "") for name, help_ in rows),
             "",
@@ -95,13 +95,13 @@ def _format_value(parameter: Any) -> str:  # noqa: ANN401 - click's
     if parameter.is_flag:
         return ""
     listed = str(parameter.metavar or parameter.display_type(None)).partition(" [")[0].strip("<>")
-    return listed if len(listed) <= _NAMES // 2 else "NAME"
+    return listed if len(listed) <= _OPTION_COLUMN_WIDTH // 2 else "NAME"
 
 
 def _describe_option(parameter: Any) -> str:  # noqa: ANN401 - click's
     """Return the first sentence of an option's help, its default, and the choices that its column has no room for."""
     choices = str(parameter.display_type(None)).strip("<>").replace("|", ", ")
-    listed = _format_value(parameter) == "NAME" and ", " in choices and len(choices) <= _CHOICES
+    listed = _format_value(parameter) == "NAME" and ", " in choices and len(choices) <= _MAX_CHOICES_CHARACTERS
     default = _find_default(parameter)
     notes = [choices] if listed else []
     notes += [f"default: {default}"] if default else []
@@ -112,7 +112,7 @@ def _describe_briefly(parameter: Any, brief: str) -> str:  # noqa: ANN401 - clic
     """Return the line of an option, with its default where there is room for it."""
     default = _find_default(parameter)
     whole = f"{brief} (default: {default})" if default else brief
-    return whole if "(default:" not in brief and len(whole) <= _WIDTH - _NAMES - 2 else brief
+    return whole if "(default:" not in brief and len(whole) <= _HELP_WIDTH_COLUMNS - _OPTION_COLUMN_WIDTH - 2 else brief
 
 
 def _find_default(parameter: Any) -> str:  # noqa: ANN401 - click's
@@ -125,14 +125,25 @@ def _find_default(parameter: Any) -> str:  # noqa: ANN401 - click's
 
 def _format_row(name: str, text: str, most: int) -> str:
     """Format a text beside the name, on at most so many lines."""
-    lines = wrap(text, _WIDTH - _NAMES - 2, max_lines=most, placeholder=" ...", break_on_hyphens=False)
-    head = [f"  {name:{_NAMES}}{lines[0]}"] if len(name) < _NAMES - 1 else [f"  {name}", f"{'':{_NAMES + 2}}{lines[0]}"]
-    return "\n".join([*head, *(f"{'':{_NAMES + 2}}{line}" for line in lines[1:])])
+    lines = wrap(
+        text, _HELP_WIDTH_COLUMNS - _OPTION_COLUMN_WIDTH - 2, max_lines=most, placeholder=" ...", break_on_hyphens=False
+    )
+    head = (
+        [f"  {name:{_OPTION_COLUMN_WIDTH}}{lines[0]}"]
+        if len(name) < _OPTION_COLUMN_WIDTH - 1
+        else [f"  {name}", f"{'':{_OPTION_COLUMN_WIDTH + 2}}{lines[0]}"]
+    )
+    return "\n".join([*head, *(f"{'':{_OPTION_COLUMN_WIDTH + 2}}{line}" for line in lines[1:])])
 
 
 def _format_verb_row(name: str, text: str) -> str:
-    lines = wrap(split_first_sentence(text), _WIDTH - _VERBS - 2, break_on_hyphens=False)
-    return "\n".join([f"  {name:{_VERBS}}{lines[0]}", *(f"{'':{_VERBS + 2}}{line}" for line in lines[1:])])
+    lines = wrap(split_first_sentence(text), _HELP_WIDTH_COLUMNS - _COMMAND_COLUMN_WIDTH - 2, break_on_hyphens=False)
+    return "\n".join(
+        [
+            f"  {name:{_COMMAND_COLUMN_WIDTH}}{lines[0]}",
+            *(f"{'':{_COMMAND_COLUMN_WIDTH + 2}}{line}" for line in lines[1:]),
+        ]
+    )
 
 
 def split_first_sentence(text: str) -> str:
@@ -141,4 +152,4 @@ def split_first_sentence(text: str) -> str:
     >>> split_first_sentence("Number of ranks; they are those of the stage. Default: 1.")
     'Number of ranks'
     """
-    return _SENTENCE.split(" ".join(text.split()), maxsplit=1)[0]
+    return _SENTENCE_END_PATTERN.split(" ".join(text.split()), maxsplit=1)[0]

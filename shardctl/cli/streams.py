@@ -26,34 +26,34 @@ if TYPE_CHECKING:
     from shardctl.options.logging_options import LoggingOptions
     from shardctl.report.failure import FailureReport
 
-_WIDE: Final = 1 << 20
+_UNWRAPPED_WIDTH_COLUMNS: Final = 1 << 20
 """Columns of the page that views are laid out on: their lines are broken afterwards, and only for a terminal."""
-_GONE: Final = frozenset({errno.EPIPE, errno.EIO, errno.ENXIO, errno.ENOTCONN, errno.ECONNRESET})
+_DISCONNECT_ERRNOS: Final = frozenset({errno.EPIPE, errno.EIO, errno.ENXIO, errno.ENOTCONN, errno.ECONNRESET})
 """How writing fails when the other end has left: a pipe, a terminal that was closed, a socket."""
-_PIECES: Final = 4_096
+_JSON_PIECES_PER_CHUNK: Final = 4_096
 """Pieces of JSON, mostly a name or a number each, that are joined at a time."""
-_SURROGATE: Final = re.compile(r"\\ud[89a-f]", re.IGNORECASE)
+_SURROGATE_ESCAPE_PATTERN: Final = re.compile(r"\\ud[89a-f]", re.IGNORECASE)
 """How JSON of ASCII has the half of a character, of which two may be one."""
 _MOST_COLUMNS: Final = 10_000
 """No terminal is wider: 4K in the smallest font has 1,280."""
-_PLAIN: Final = str.maketrans({"█": "#", "▓": "=", "▒": "%", "░": "~", "▚": "*", "·": "."})
+_ASCII_TRANSLATION: Final = str.maketrans({"█": "#", "▓": "=", "▒": "%", "░": "~", "▚": "*", "·": "."})
 """For terminals and locales without the block characters."""
 
 
 RUN: Final = RunLog()
 """What this run says; there is one at a time."""
-_ARGS: Final[list[str]] = []
+_COMMAND_LINE_ARGS: Final[list[str]] = []
 
 
 def begin_run(args: Sequence[str]) -> None:
     """Forget an earlier run of this process."""
     RUN.__init__()  # type: ignore[misc]  # one object, which others have imported
-    _ARGS[:] = args
+    _COMMAND_LINE_ARGS[:] = args
 
 
 def begin_logging(talk: LoggingOptions) -> None:
     """Take how much is to be said, and begin to say it."""
-    RUN.begin(talk, _ARGS)
+    RUN.begin(talk, _COMMAND_LINE_ARGS)
     print_settings()
 
 
@@ -88,7 +88,9 @@ def print_view(view: RenderableType) -> None:
     from rich.console import Console
 
     file = LastingStream(sys.stdout) if sys.stdout is not None else None  # capturing writes nothing, but does write
-    console = Console(file=cast("TextIO | None", file), width=_WIDE, highlight=False, markup=False, emoji=False)
+    console = Console(
+        file=cast("TextIO | None", file), width=_UNWRAPPED_WIDTH_COLUMNS, highlight=False, markup=False, emoji=False
+    )
     with console.capture() as captured:
         console.print(view)
     lines = captured.get().rstrip("\n").split("\n")
@@ -108,7 +110,7 @@ def print_record(content: dict[str, Any]) -> None:
 def _encode_json(content: dict[str, Any], indent: int | None = None) -> str:
     """Encode JSON that every reader accepts: a byte of a name that is not UTF-8 is the text of its escape."""
     written = _format_json(content, indent)
-    if _SURROGATE.search(written):
+    if _SURROGATE_ESCAPE_PATTERN.search(written):
         written = _format_json(_as_unicode(content), indent)
     return written
 
@@ -118,7 +120,7 @@ def _format_json(content: dict[str, Any], indent: int | None) -> str:
     if indent is None:
         return json.dumps(content) + "\n"
     pieces = chain(json.JSONEncoder(indent=indent).iterencode(content), "\n")
-    return "".join(iter(lambda: "".join(islice(pieces, _PIECES)), ""))
+    return "".join(iter(lambda: "".join(islice(pieces, _JSON_PIECES_PER_CHUNK)), ""))
 
 
 def _as_unicode(value: Any) -> Any:  # noqa: ANN401 - any JSON
@@ -239,7 +241,7 @@ def _write_text(stream: TextIO | None, content: str, *, commands: bool = False) 
 
 def _is_gone(stream: TextIO, error: OSError) -> bool:
     """Return whether there is nobody left to write to; of a file, EIO says that the disk is broken."""
-    return error.errno in _GONE and not stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+    return error.errno in _DISCONNECT_ERRNOS and not stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
 
 
 class LastingStream:
@@ -271,5 +273,5 @@ def _escape_unencodable(content: str, stream: TextIO) -> str:
     try:
         "█".encode(stream.encoding or "ascii")
     except UnicodeEncodeError:
-        return content.translate(_PLAIN)
+        return content.translate(_ASCII_TRANSLATION)
     return content

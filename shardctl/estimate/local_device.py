@@ -8,7 +8,7 @@ from typing import Final
 from shardctl.base.errors import MachineError, UsageError
 from shardctl.hardware.devices import DeviceSpec, find_named_device, get_device, list_devices
 
-_NAMED: Final = "name the device, such as --gpu h100-80g"
+_NAME_DEVICE_HINT: Final = "name the device, such as --gpu h100-80g"
 
 
 def find_local_device() -> tuple[DeviceSpec, int]:
@@ -19,15 +19,15 @@ def find_local_device() -> tuple[DeviceSpec, int]:
     try:
         import torch
     except ImportError as error:
-        raise UsageError("--gpu auto asks torch, which is not installed", hint=_NAMED) from error
+        raise UsageError("--gpu auto asks torch, which is not installed", hint=_NAME_DEVICE_HINT) from error
     number = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not number:
-        raise UsageError("torch finds no GPU here", hint=_NAMED)
+        raise UsageError("torch finds no GPU here", hint=_NAME_DEVICE_HINT)
     try:
         found = [torch.cuda.get_device_properties(index) for index in range(number)]
     except RuntimeError as error:  # such as a device that another program has for itself
         said = str(error).partition("\n")[0]
-        raise MachineError(f"torch cannot ask the GPUs here: {said}", hint=_NAMED) from error
+        raise MachineError(f"torch cannot ask the GPUs here: {said}", hint=_NAME_DEVICE_HINT) from error
     least = min(found, key=lambda one: one.total_memory)
     return _match_device(str(least.name), int(least.total_memory)), number
 

@@ -132,11 +132,11 @@ def read_device(path: Path) -> DeviceSpec:
     return found[0]
 
 
-_MAKERS: Final = frozenset(
+_DEVICE_BRAND_WORDS: Final = frozenset(
     {"nvidia", "amd", "tesla", "geforce", "instinct", "intel", "apple", "google", "aws", "ac"}
 ) | {part + generation for part in ("hbm", "sxm") for generation in ("", "2", "2e", "3", "3e", "4", "5", "6")}
 """What stands in a device's full name, and does not tell it from others of this table."""
-_NEAREST: Final = 4
+_MAX_SUGGESTED_DEVICES: Final = 4
 """Names that an error lists."""
 
 
@@ -167,7 +167,7 @@ def get_device(named: str | int) -> DeviceSpec:
 
 def find_named_device(named: str) -> list[DeviceSpec]:
     """Find the devices that have the name; several where it leaves out their memory."""
-    words = [word for word in re.findall(r"[a-z0-9]+", named.lower()) if word not in _MAKERS]
+    words = [word for word in re.findall(r"[a-z0-9]+", named.lower()) if word not in _DEVICE_BRAND_WORDS]
     return [one for one in list_devices() if _is_named(one, words)]
 
 
@@ -187,9 +187,11 @@ def format_short_name(one: DeviceSpec) -> str:
 def _suggest_sizes(number: int) -> str:
     """Suggest what a number without a unit may stand for: a size, or the devices that have as much."""
     same = [format_short_name(one) for one in list_devices() if one.memory_bytes == number * GIB]
-    return " or ".join([f"{number}GB", ", ".join(same[:_NEAREST])] if same else [f"{number}GB"])
+    return " or ".join([f"{number}GB", ", ".join(same[:_MAX_SUGGESTED_DEVICES])] if same else [f"{number}GB"])
 
 
 def _suggest_names(named: str) -> str:
-    near = get_close_matches(named.lower(), [format_short_name(one) for one in list_devices()], _NEAREST, 0.5)
+    near = get_close_matches(
+        named.lower(), [format_short_name(one) for one in list_devices()], _MAX_SUGGESTED_DEVICES, 0.5
+    )
     return f"did you mean {' or '.join(near)}? A size such as 80GB works too; " if near else "use a size such as 80GB; "

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shardctl.planning.forecast import WorkloadEstimate
     from shardctl.tensors.mesh import Mesh
 
-_TYPES: Final = ("bf16", "fp8", "int4")
+_SUGGESTED_WEIGHT_TYPES: Final = ("bf16", "fp8", "int4")
 
 
 @value_class
@@ -81,6 +81,6 @@ def _find_fewest_by_type(about: EstimatedModel, seen: WorkloadEstimate, budget: 
 
     try:
         space = SearchSpace(SERVING, seen.device.per_node, stored=True)
-        return find_fewest_by_type(about.inventory, estimator, _TYPES, space=space, budget=budget)
+        return find_fewest_by_type(about.inventory, estimator, _SUGGESTED_WEIGHT_TYPES, space=space, budget=budget)
     except UsageError:
         return ()

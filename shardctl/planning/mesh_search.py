@@ -45,12 +45,12 @@ if TYPE_CHECKING:
     from shardctl.options import PlanOptions
     from shardctl.planning.estimated_model import EstimatedModel
 
-_USUAL: Final = "h100-80g"
+_DEFAULT_DEVICE_NAME: Final = "h100-80g"
 """Whose nodes and speed are assumed if no device is named."""
 
 _SHARE_ALL: Final = 3
 """The ZeRO stage that shares parameters, too."""
-_STATES: Final = frozenset({"weights", "gradients", "optimizer"})
+_MODEL_STATE_CATEGORIES: Final = frozenset({"weights", "gradients", "optimizer"})
 
 
 @value_class
@@ -167,7 +167,7 @@ class MeshExplorer:
         lasts = self.work.profile == "megatron"
         squares = {slot.name for slot in get_optimizer(self.work.optimizer).slots if slot.square}
         some = (t for t in terms if (t.exact or lasts) and t.name not in squares)
-        return sum(t.low for t in some if t.category in _STATES and t.tier == "device")
+        return sum(t.low for t in some if t.category in _MODEL_STATE_CATEGORIES and t.tier == "device")
 
     def floor(self, dense: int, expert: int) -> Callable[[Mesh], int]:
         """Return the states that some rank of a mesh must have: the mean of `dense` and `expert` bytes over all."""
@@ -232,7 +232,7 @@ def explore_meshes(about: EstimatedModel, plan_options: PlanOptions, mesh: Mesh 
     explorer = MeshExplorer(
         about,
         work,
-        plan_options.device or get_device(_USUAL),
+        plan_options.device or get_device(_DEFAULT_DEVICE_NAME),
         HeaviestRanks(about.inventory),
         global_batch=plan_options.global_batch,
     )

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from shardctl.estimate.model.rank_shards import RankShards
     from shardctl.planning.plan_result import PlanResult
 
-_CONTEXTS: Final = (0.125, 0.25, 0.5, 1, 2, 4)
-_BATCHES: Final = (0.25, 0.5, 1, 2, 4, 8)
+_CONTEXT_LENGTH_MULTIPLES: Final = (0.125, 0.25, 0.5, 1, 2, 4)
+_BATCH_SIZE_MULTIPLES: Final = (0.25, 0.5, 1, 2, 4, 8)
 """Multiples of what was asked for."""
 
 
@@ -36,8 +36,8 @@ def tabulate_needs(planned: PlanResult) -> NeedsTable | None:
     if work is None or model is None or model.anatomy is None or planned.forecast.estimate.partial:
         return None
     context, batch = _read_sizes(work)
-    contexts = tuple(sorted({max(1, int(context * by)) for by in _CONTEXTS}))
-    batches = tuple(sorted({max(1, int(batch * by)) for by in _BATCHES}))
+    contexts = tuple(sorted({max(1, int(context * by)) for by in _CONTEXT_LENGTH_MULTIPLES}))
+    batches = tuple(sorted({max(1, int(batch * by)) for by in _BATCH_SIZE_MULTIPLES}))
     rows = tuple(tuple(_estimate_peak(planned, work, one, many) for many in batches) for one in contexts)
     return NeedsTable(contexts, batches, rows)
 

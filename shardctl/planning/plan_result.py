@@ -54,7 +54,7 @@ PlanAnswer = Literal[
 
 DEFAULT_DISK_RATE: Final = 10**9
 """Bytes per second: what one cloud disk or one SATA array sustains; NVMe has 2 to 7 times as much, networks a tenth."""
-_HEADERS: Final = 1 << 20
+_HEADER_ALLOWANCE_BYTES: Final = 1 << 20
 """Bytes of headers that a rank's files may have without a word."""
 
 
@@ -274,7 +274,7 @@ def _note_extra_bytes(work: MeasuredConversion, ranks: Sequence[RankPlan]) -> st
         return ""
     most = max(ranks, key=lambda rank: rank.file_bytes - rank.weight_bytes)
     more = most.file_bytes - most.weight_bytes
-    if more <= max(_HEADERS, most.weight_bytes // 100):
+    if more <= max(_HEADER_ALLOWANCE_BYTES, most.weight_bytes // 100):
         return ""
     return (
         f"rank {most.rank} of layout {work.layout} holds {format_memory_size(more)} more than its part of the weights, "

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from shardctl.estimate.model.inventory import TensorInventory
     from shardctl.models import Model
 
-_AXES: Final = ("tp", "ep")
-_MOST: Final = 128
+_PARALLEL_AXES: Final = ("tp", "ep")
+_MAX_TRIED_DEGREE: Final = 128
 """Degrees up to which all are tried."""
 
 
@@ -36,10 +36,12 @@ def find_quantized_degrees(model: Model | None, inventory: TensorInventory) -> M
     law = AllowedDegrees(inventory)
     sections = list_sections(tensor.spec for tensor in model.plain.tensors.values())
     found = {}
-    for axis in _AXES:
+    for axis in _PARALLEL_AXES:
         if axis not in sections or axis in inventory.unknown:
             continue
-        allowed = law.degrees(axis, _MOST)
-        plain = [n for n in range(1, _MOST + 1) if all(can_divide(section, n) for section in sections[axis])]
+        allowed = law.degrees(axis, _MAX_TRIED_DEGREE)
+        plain = [
+            n for n in range(1, _MAX_TRIED_DEGREE + 1) if all(can_divide(section, n) for section in sections[axis])
+        ]
         found[axis] = QuantizedDegrees(allowed, tuple(n for n in plain if n not in allowed))
     return found

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from shardctl.estimate.model.narrower_types import WidenedPart
 
 ALL_LINEAR: Final = "all-linear"
-_MATRIX: Final = 2
-_WIDENED: Final[Mapping[str | None, WidenedPart]] = {None: "none", "peft": "all", "trl": "vectors"}
+_MATRIX_NDIM: Final = 2
+_UPCAST_WEIGHTS_BY_LIBRARY: Final[Mapping[str | None, WidenedPart]] = {None: "none", "peft": "all", "trl": "vectors"}
 """PEFT 0.21, utils/other.py, `prepare_model_for_kbit_training`; TRL, models/utils.py, `peft_module_casting_to_bf16`."""
-_ROUTERS: Final = frozenset({"gate", "router", "shared_expert_gate"})
-_MERGED: Final = (frozenset({"gate_proj", "up_proj"}), frozenset({"w1", "w3"}))
-_SHOWN: Final = 3
+_ROUTER_MODULE_NAMES: Final = frozenset({"gate", "router", "shared_expert_gate"})
+_FUSED_EXPERT_PROJECTIONS: Final = (frozenset({"gate_proj", "up_proj"}), frozenset({"w1", "w3"}))
+_MAX_NAMES_SHOWN: Final = 3
 """Names that an error shows."""
 
 
@@ -64,7 +64,7 @@ def tune_inventory(
         return _freeze_others(every, specs, layers, choice.pattern or "", dtypes=dtypes, buffers=buffers)
     base = build_inventory(every, specs, layers, dtypes=dtypes, buffers=buffers)
     if choice.base_dtype is not None:
-        base = narrow_inventory(base, choice.base_dtype, widened=_WIDENED[choice.prepared])
+        base = narrow_inventory(base, choice.base_dtype, widened=_UPCAST_WEIGHTS_BY_LIBRARY[choice.prepared])
     frozen = tuple(replace(kind, trainable=False) for kind in base.kinds)
     targets = [
         t for t in every if t.name not in buffers and _is_target(t, specs[t.name], dtypes[t.name], choice.targets)
@@ -108,7 +108,7 @@ def _freeze_others(
         raise UsageError(f"{pattern!r} is no regular expression: {error}", hint=r"such as layers\.3[01]\.") from None
     still = frozenset(t.name for t in every if not matches(t.name))
     if len(still) == len(every):
-        names = ", ".join(t.name for t in every[:_SHOWN])
+        names = ", ".join(t.name for t in every[:_MAX_NAMES_SHOWN])
         raise UsageError(f"no tensor matches {pattern!r}", hint=f"names are such as {names}")
     found = build_inventory(every, specs, layers, dtypes=dtypes, buffers=still | buffers, apart=True)
     return found, replace(found, kinds=tuple(kind for kind in found.kinds if kind.trainable))
@@ -121,13 +121,13 @@ def _build_kind(tensor: Tensor, spec: PartitionSpec, dtype: DType) -> TensorKind
 def _is_target(tensor: Tensor, spec: PartitionSpec, dtype: DType, targets: str) -> bool:
     """Return whether an adapter changes it: PEFT takes the ends of names, and all linear layers with the routers."""
     linear = is_linear(_build_kind(tensor, spec, dtype))
-    if linear and len(tensor.shape) != _MATRIX and targets == ALL_LINEAR:
+    if linear and len(tensor.shape) != _MATRIX_NDIM and targets == ALL_LINEAR:
         raise UsageError(
             f"{tensor.name} has all experts in one array, and what an adapter adds to it is not known",
             hint="name other layers, such as --lora-targets q_proj,v_proj",
         )
     module = tensor.name.removesuffix(".weight")
-    if len(tensor.shape) != _MATRIX or not (linear or _get_module(tensor) in _ROUTERS):
+    if len(tensor.shape) != _MATRIX_NDIM or not (linear or _get_module(tensor) in _ROUTER_MODULE_NAMES):
         return False
     return targets == ALL_LINEAR or any(module == name or module.endswith(f".{name}") for name in targets.split(","))
 
@@ -139,7 +139,7 @@ def _get_module(tensor: Tensor) -> str:
 def _is_merged(tensor: Tensor, specs: Mapping[str, PartitionSpec], names: set[str]) -> bool:
     """Return whether an expert's matrix is one of two that PEFT adapts as one, which has the ranks of both."""
     module = _get_module(tensor)
-    return specs[tensor.name].of_expert and any(module in pair and pair <= names for pair in _MERGED)
+    return specs[tensor.name].of_expert and any(module in pair and pair <= names for pair in _FUSED_EXPERT_PROJECTIONS)
 
 
 def _list_modules(every: tuple[Tensor, ...], specs: Mapping[str, PartitionSpec], dtypes: Mapping[str, DType]) -> str:

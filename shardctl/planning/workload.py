@@ -32,7 +32,7 @@ Use = Literal["serve", "train"]
 Value = TypeVar("Value")
 
 
-_DTYPES: Final = {"bf16": "BF16", "fp16": "F16", "fp8": "F8_E4M3", "nvfp4": "NVFP4", "fp32": "F32"}
+_SAFETENSORS_DTYPES: Final = {"bf16": "BF16", "fp16": "F16", "fp8": "F8_E4M3", "nvfp4": "NVFP4", "fp32": "F32"}
 """Safetensors' names of the types of caches and gradients."""
 USUAL_CONTEXT: Final = 8192
 """Tokens per sequence if nobody says, unless the model was made for fewer."""
@@ -134,7 +134,7 @@ def _build_serving(options: PlanOptions, about: EstimatedModel, mesh: Mesh, toke
     work = ServingWorkload(
         tokens,
         options.batch or 1,
-        _DTYPES[options.kv_dtype] if options.kv_dtype is not None else None,
+        _SAFETENSORS_DTYPES[options.kv_dtype] if options.kv_dtype is not None else None,
         source=options.encoder_len,
         decode_cp=options.decode_cp or 1,
         rows=options.max_seqs,
@@ -179,7 +179,7 @@ def _build_training(options: PlanOptions, about: EstimatedModel, mesh: Mesh, tok
     computes = about.dtype if about.dtype in {"F16", "BF16"} else "BF16"
     precision: Precision = options.precision or "mixed"
     if precision != "mixed":
-        computes = _DTYPES[precision]
+        computes = _SAFETENSORS_DTYPES[precision]
     usual = TrainingWorkload(sequence=tokens, micro_batch=options.batch or 1, dtype=computes, precision=precision)
     for name in ("no_gradient_fusion", "fused_loss", "exchanged_heads", "overlapped_all_to_all"):
         if getattr(options, name) and options.profile != "megatron":
@@ -214,7 +214,7 @@ def _build_training(options: PlanOptions, about: EstimatedModel, mesh: Mesh, tok
         virtual_stages=stages,
         offload=_choose_value(options.offload, usual.offload),
         offload_parameters=options.offload_parameters,
-        gradient_dtype=_DTYPES[options.gradient_dtype] if options.gradient_dtype is not None else None,
+        gradient_dtype=_SAFETENSORS_DTYPES[options.gradient_dtype] if options.gradient_dtype is not None else None,
         sequence_parallel=not options.no_sequence_parallel,
         attention=_choose_value(options.attention, usual.attention),
         dropout=not options.no_dropout,
@@ -268,7 +268,7 @@ def _choose_moment_dtypes(options: PlanOptions) -> tuple[str, str] | None:
     asked = options.exp_avg_dtype, options.exp_avg_sq_dtype
     if asked == (None, None):
         return None
-    first, second = (_DTYPES[name or "fp32"] for name in asked)
+    first, second = (_SAFETENSORS_DTYPES[name or "fp32"] for name in asked)
     return first, second
 
 

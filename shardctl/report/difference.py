@@ -16,16 +16,19 @@ if TYPE_CHECKING:
 
 SHOWN_CHANGES: Final = 20
 """Differences in full; `--all` prints the rest, and `--json` has them all."""
-_STYLES: Final = {"only_in_a": "red", "only_in_b": "green"}
-_SIGNS: Final = {"only_in_a": "-", "only_in_b": "+", "content": "~"}
+_STYLES_BY_CHANGE: Final = {"only_in_a": "red", "only_in_b": "green"}
+_SIGNS_BY_CHANGE: Final = {"only_in_a": "-", "only_in_b": "+", "content": "~"}
 
 
 def render_difference(diffed: DiffResult, *, everything: bool = False) -> RenderableType:
     """Render the verdict, then ``-`` only in the first, ``+`` only in the second, ``~`` in both and not the same."""
     lines = [
-        *(render_line(_format_change(change), _STYLES.get(change.kind, "")) for change in diffed.changes),
+        *(render_line(_format_change(change), _STYLES_BY_CHANGE.get(change.kind, "")) for change in diffed.changes),
         *(render_line(f"~ {each.file} {each.key}  {each.a} -> {each.b}") for each in diffed.config_changes),
-        *(render_line(f"{_SIGNS[each.kind]} {each.file}", _STYLES.get(each.kind, "")) for each in diffed.file_changes),
+        *(
+            render_line(f"{_SIGNS_BY_CHANGE[each.kind]} {each.file}", _STYLES_BY_CHANGE.get(each.kind, ""))
+            for each in diffed.file_changes
+        ),
     ]
     shown = lines if everything else lines[:SHOWN_CHANGES]
     more = len(lines) - len(shown)

@@ -10,8 +10,8 @@ from shardctl.base.errors import HostileError, MachineError, ShardctlError, Sour
 from shardctl.base.value import value_class
 from shardctl.report.visible import escape_control_characters, hide_passwords
 
-_BUG: Final = "set SHARDCTL_DEBUG=1 for the traceback, and please report it"
-_HINTS: Final = {
+_REPORT_BUG_HINT: Final = "set SHARDCTL_DEBUG=1 for the traceback, and please report it"
+_HINTS_BY_EXIT_CODE: Final = {
     2: "shardctl --help shows the commands, shardctl COMMAND --help their options",
     3: "--json lists everything that was found",
     4: "check the path, and that the download or copy is complete",
@@ -75,14 +75,14 @@ def describe_failure(error: BaseException) -> FailureReport:
 
 def _describe_failure(error: BaseException) -> FailureReport:
     if isinstance(error, ShardctlError):
-        hint = error.hint or _HINTS.get(error.exit_code, _BUG)
+        hint = error.hint or _HINTS_BY_EXIT_CODE.get(error.exit_code, _REPORT_BUG_HINT)
         if isinstance(error, UnsupportedError) and not error.hint:
             hint = "docs/formats.md says what is read and written, and docs/models.md for which models"
         if isinstance(error, HostileError) and not error.hint:
             hint = "do not load this with anything; ask where it came from"
         return FailureReport(error.message, hint, error.exit_code)
     outside = _describe_outside_failure(error)
-    return outside or FailureReport(f"this is a bug in shardctl: {type(error).__name__}: {error}", _BUG, 1)
+    return outside or FailureReport(f"this is a bug in shardctl: {type(error).__name__}: {error}", _REPORT_BUG_HINT, 1)
 
 
 def _describe_outside_failure(error: BaseException) -> FailureReport | None:
@@ -95,7 +95,7 @@ def _describe_outside_failure(error: BaseException) -> FailureReport | None:
         return None
     message = f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)
     if isinstance(error, PermissionError):
-        return FailureReport(message, _HINTS[5], 5)
+        return FailureReport(message, _HINTS_BY_EXIT_CODE[5], 5)
     if error.errno in _NO_PLACE:
         return FailureReport(message, "free some space, or choose another place to write to", 6)
     return FailureReport(message, _HINT_OF_SYSTEM, MachineError.exit_code) if error.errno in _OF_SYSTEM else None

@@ -32,11 +32,11 @@ FILLS: Final[dict[Category, tuple[str, str]]] = {
 """A character and a colour for each category; it must read without the colour."""
 PICTURED: Final = 64
 """Up to this many ranks the mesh is drawn."""
-_BAR: Final = 40
+_MAX_BAR_CHARACTERS: Final = 40
 """Characters of a bar as long as the budget, or as the heaviest rank needs."""
 _LEAST_BAR: Final = 12
 """The same on a terminal that has room for no more."""
-_GAP: Final = 2
+_COLUMN_GAP_CHARACTERS: Final = 2
 """Columns between those of a table, and before it."""
 
 
@@ -50,8 +50,11 @@ def render_bars(estimate: MeshEstimate, columns: int | None = None) -> list[Rend
         limit = f"/ {format_memory_size(estimate.budget)}" if estimate.budget else ""
         name = f"rank {rank.holding.rank}" + (f" ({rank.holding.label})" if rank.holding.label != "only" else "")
         rows.append((name, rank, format_memory_size(whole.nbytes), limit, share))
-    beside = sum(max(len(str(row[n])) for row in rows) + _GAP for n in (0, 2, 3, 4)) + _GAP
-    long = _BAR if columns is None else max(_LEAST_BAR, min(_BAR, columns - beside))
+    beside = (
+        sum(max(len(str(row[n])) for row in rows) + _COLUMN_GAP_CHARACTERS for n in (0, 2, 3, 4))
+        + _COLUMN_GAP_CHARACTERS
+    )
+    long = _MAX_BAR_CHARACTERS if columns is None else max(_LEAST_BAR, min(_MAX_BAR_CHARACTERS, columns - beside))
     bars = [_render_bar(rank, full, estimate.budget, long) for _, rank, *_ in rows]
     drawn = [(name, bar, *rest) for bar, (name, _, *rest) in zip(bars, rows, strict=True)]
     every = (term for rank in estimate.distinct for term in rank.terms)
@@ -116,8 +119,11 @@ def render_mesh_picture(mesh: Mesh, estimate: MeshEstimate, columns: int | None 
         )
     most = width
     if columns is not None:
-        taken = max(len(name) for name, _ in rows) + 2 * _GAP
-        most = min(width, max(1, (columns - taken) // max(len(cell) + _GAP for _, cells in rows for cell in cells)))
+        taken = max(len(name) for name, _ in rows) + 2 * _COLUMN_GAP_CHARACTERS
+        most = min(
+            width,
+            max(1, (columns - taken) // max(len(cell) + _COLUMN_GAP_CHARACTERS for _, cells in rows for cell in cells)),
+        )
         most = next((even for even in range(most, most // 2, -1) if width % even == 0), most)
     folded = [
         ("" if start else name, *cells[start : start + most]) for name, cells in rows for start in range(0, width, most)

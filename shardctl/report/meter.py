@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
     from rich.progress import Task
 
-_WINDOW: Final = 30.0
+_RATE_WINDOW_SECONDS: Final = 30.0
 """Seconds over which the rate is taken: longer is steadier, shorter sooner tells of a disk that became slow."""
-_QUIET: Final = 30.0
+_MAX_SILENCE_SECONDS: Final = 30.0
 """Seconds after which a line is due in any case: a two-hour job that says nothing looks dead."""
-_STEP: Final = 20
+_PROGRESS_STEP_COUNT: Final = 20
 """A line is due for every one of this many equal parts (5 %)."""
-_MOVE: Final = 5.0
+_LOCATION_UPDATE_SECONDS: Final = 5.0
 """Seconds after which a new place is due where nobody knows how much there is to do."""
 _FIRST_ESTIMATE: Final = 2.0
 """Seconds over which the rate is measured before the time left is worked out from it."""
-_BREATH: Final = 1.0
+_MIN_LINE_INTERVAL_SECONDS: Final = 1.0
 """Seconds between two lines at least."""
 
 
@@ -60,7 +60,7 @@ class TransferMeter:
         self._clock = clock
         self._lock = threading.Lock()
         self._progress = progress or Progress(disable=True, get_time=clock)
-        self._progress.speed_estimate_period = _WINDOW
+        self._progress.speed_estimate_period = _RATE_WINDOW_SECONDS
         self._task_id = self._progress.add_task("reading headers", total=None)
         self._sampled_bytes = 0
         self._sampled_since: float | None = None
@@ -138,9 +138,11 @@ class TransferMeter:
         """
         since = self._clock() - self._said_at
         news = self.done_bytes - self._said_bytes
-        stepped = self.total_bytes and news * _STEP >= self.total_bytes and since >= _BREATH
-        moved = not self.total_bytes and self.place != self._said_place and since >= _MOVE
-        if not stepped and not moved and since < _QUIET:
+        stepped = (
+            self.total_bytes and news * _PROGRESS_STEP_COUNT >= self.total_bytes and since >= _MIN_LINE_INTERVAL_SECONDS
+        )
+        moved = not self.total_bytes and self.place != self._said_place and since >= _LOCATION_UPDATE_SECONDS
+        if not stepped and not moved and since < _MAX_SILENCE_SECONDS:
             return False
         self._said_at, self._said_bytes, self._said_place = self._clock(), self.done_bytes, self.place
         return True

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 Detail = Literal["summary", "stage", "rank", "tensor", "time", "zero"]
 
-_RUNS: Final = 3
+_MAX_RANGES_SHOWN: Final = 3
 """Runs of numbers that a line names; beyond, their count says as much."""
-_BAR: Final = 24
+_FULL_BAR_CHARACTERS: Final = 24
 """Characters of a full bar."""
 
 
@@ -258,7 +258,7 @@ def _render_ranks(planned: PlanResult) -> RenderableType:
         groups.setdefault(_build_rank_key(rank), []).append(rank)
     for ranks in groups.values():
         first = ranks[0]
-        bar = "█" * round(_BAR * first.weight_bytes / heaviest) if heaviest else ""
+        bar = "█" * round(_FULL_BAR_CHARACTERS * first.weight_bytes / heaviest) if heaviest else ""
         rows.append(
             (
                 _format_rank_numbers([rank.rank for rank in ranks]),
@@ -287,7 +287,7 @@ def _format_rank_numbers(numbers: Sequence[int]) -> str:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    if len(runs) > _RUNS:
+    if len(runs) > _MAX_RANGES_SHOWN:
         return format_plural(len(numbers), "rank")
     return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
 

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
     from shardctl.report.documents import Document
 
-_HEIGHT: Final = 640
+_FRAME_HEIGHT_PIXELS: Final = 640
 """Pixels of the frame, which scrolls."""
-_LEFT: Final = 'style="text-align:left"'
-_COLUMNS: Final = 1 << 20
+_LEFT_ALIGN_STYLE: Final = 'style="text-align:left"'
+_CONSOLE_WIDTH_COLUMNS: Final = 1 << 20
 """Columns that views are laid out on: their lines are as long as they are."""
 
 
@@ -46,7 +46,7 @@ def _render_inspect_text(found: InspectResult) -> RenderableType:
     return render_inspection(found, tensors=found.show_tensors, rules=found.show_rules)
 
 
-_TEXTS: Final[dict[type, Callable[[Any], RenderableType]]] = {
+_TEXT_RENDERERS: Final[dict[type, Callable[[Any], RenderableType]]] = {
     PlanResult: lambda planned: render_plan(planned, planned.detail),
     RehearsalResult: lambda rehearsed: render_rehearsal(rehearsed.plan, rehearsed.destination),
     ReshardResult: lambda done: render_conversion(done, done.seconds),
@@ -57,7 +57,7 @@ _TEXTS: Final[dict[type, Callable[[Any], RenderableType]]] = {
     EngineSums: render_engine_sums,
 }
 """What the command of each result prints."""
-_DOCUMENTS: Final[dict[type, Callable[[Any], Document]]] = {
+_DOCUMENT_BUILDERS: Final[dict[type, Callable[[Any], Document]]] = {
     PlanResult: build_plan_document,
     RehearsalResult: lambda rehearsed: build_rehearsal_document(rehearsed.plan, rehearsed.destination),
     ReshardResult: lambda done: documents.build_reshard_document(done, done.seconds),
@@ -76,10 +76,10 @@ _DOCUMENTS: Final[dict[type, Callable[[Any], Document]]] = {
 
 def render_result_text(result: object) -> str:
     """Render the text that the command of a result prints, without colours and the end of the last line."""
-    view = _TEXTS[type(result)](result)
+    view = _TEXT_RENDERERS[type(result)](result)
     if isinstance(view, str):
         return view.rstrip("\n")
-    console = Console(width=_COLUMNS, color_system=None, highlight=False, markup=False, emoji=False)
+    console = Console(width=_CONSOLE_WIDTH_COLUMNS, color_system=None, highlight=False, markup=False, emoji=False)
     with console.capture() as captured:
         console.print(view)
     return "\n".join(line.rstrip() for line in captured.get().rstrip("\n").split("\n"))
@@ -87,7 +87,7 @@ def render_result_text(result: object) -> str:
 
 def build_result_document(result: object) -> Document:
     """Build the document that the command of a result prints with `--json`."""
-    return _DOCUMENTS[type(result)](result)
+    return _DOCUMENT_BUILDERS[type(result)](result)
 
 
 def render_notebook_view(result: object) -> str:
@@ -97,13 +97,13 @@ def render_notebook_view(result: object) -> str:
 
         page = escape(render_plan_page(result, ()))
         title = escape(f"Plan of {escape_control_characters(result.path)}")
-        style = f"width:100%;height:{_HEIGHT}px;border:0"
+        style = f"width:100%;height:{_FRAME_HEIGHT_PIXELS}px;border:0"
         return f'<iframe title="{title}" srcdoc="{page}" sandbox="" style="{style}"></iframe>'
     if isinstance(result, InspectResult):
         facts = list_inspection_facts(result)
-        row = f'<tr><th scope="row" {_LEFT}>%s</th><td {_LEFT}>%s</td></tr>'
+        row = f'<tr><th scope="row" {_LEFT_ALIGN_STYLE}>%s</th><td {_LEFT_ALIGN_STYLE}>%s</td></tr>'
         rows = "".join(row % (_show(name), _show(fact)) for name, fact in facts)
-        return f"<table><caption {_LEFT}>{_show(result.path)}</caption>{rows}</table>"
+        return f"<table><caption {_LEFT_ALIGN_STYLE}>{_show(result.path)}</caption>{rows}</table>"
     if isinstance(result, ResultView):
         lines = str(result).split("\n")
         return f"<pre>{'&#10;'.join(map(_show, lines))}</pre>"

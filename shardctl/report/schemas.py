@@ -558,7 +558,7 @@ class SettingsDocument(DocumentHead):
     warnings: list[str]
 
 
-_DOCUMENTS: Final[dict[str, tuple[object, ...]]] = {
+_DOCUMENT_TYPES_BY_COMMAND: Final[dict[str, tuple[object, ...]]] = {
     "inspect": (InspectDocument,),
     "reshard": (
         *(ReshardDocument, RehearsalDocument, ContributionDocument, FinishDocument, EachDocument),
@@ -571,13 +571,13 @@ _DOCUMENTS: Final[dict[str, tuple[object, ...]]] = {
     "settings": (SettingsDocument,),
 }
 """What each verb prints with `--json`, besides the record of a failure."""
-_PLAN: Final = "plan"
+_PLAN_COMMAND: Final = "plan"
 """The verb whose schema is a file: it says more than types can, such as which numbers are counts."""
 
 
 def list_schema_names() -> list[str]:
     """List the verbs that have a schema."""
-    return sorted([*_DOCUMENTS, _PLAN])
+    return sorted([*_DOCUMENT_TYPES_BY_COMMAND, _PLAN_COMMAND])
 
 
 def build_schema(verb: str) -> dict[str, Any]:
@@ -586,13 +586,15 @@ def build_schema(verb: str) -> dict[str, Any]:
     >>> build_schema("digest")["$id"]
     'shardctl.digest/1'
     """
-    if verb == _PLAN:
+    if verb == _PLAN_COMMAND:
         text = files("shardctl.report").joinpath("plan_schema.json").read_text(encoding="utf-8")
         return cast("dict[str, Any]", json.loads(text))
-    if verb not in _DOCUMENTS:
+    if verb not in _DOCUMENT_TYPES_BY_COMMAND:
         raise UsageError(f"{verb} has no JSON schema", hint=f"use one of {', '.join(list_schema_names())}")
     name = format_schema_name(verb)
-    found, types = msgspec.json.schema_components([*_DOCUMENTS[verb], FailureDocument], ref_template="#/$defs/{name}")
+    found, types = msgspec.json.schema_components(
+        [*_DOCUMENT_TYPES_BY_COMMAND[verb], FailureDocument], ref_template="#/$defs/{name}"
+    )
     for each in types.values():
         each["additionalProperties"] = False
         if "schema" in each["properties"]:

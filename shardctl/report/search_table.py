@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from shardctl.planning.mesh_search import MeshExploration
     from shardctl.planning.settings_search import SettingsCandidate
 
-_RANKED: Final = 8
-_REJECTED: Final = 6
+_MAX_MESHES_SHOWN: Final = 8
+_MAX_REJECTIONS_SHOWN: Final = 6
 """Lines that a person reads; `--detail tensor` and `--json` have them all."""
 
 
 def render_ranking(explored: MeshExploration, *, everything: bool = False) -> list[RenderableType]:
     """Render the meshes that fit, the cheapest first, with what their time is spent on; and why others do not."""
     found = explored.found
-    most = None if everything else _RANKED
+    most = None if everything else _MAX_MESHES_SHOWN
     parts: list[RenderableType] = []
     if found.ranked:
         head = f"{format_plural(len(found.ranked), 'mesh')} of {format_plural(found.devices, 'device')}".replace(
@@ -38,7 +38,9 @@ def render_ranking(explored: MeshExploration, *, everything: bool = False) -> li
         parts.append(render_line(head + by + step, "bold"))
         parts.append(
             render_table(
-                [_HEAD, *map(build_candidate_row, found.ranked[:most])], right=frozenset({1, 2, 3, 4}), indent=2
+                [_TABLE_HEADINGS, *map(build_candidate_row, found.ranked[:most])],
+                right=frozenset({1, 2, 3, 4}),
+                indent=2,
             )
         )
         if most is not None and len(found.ranked) > most:
@@ -48,7 +50,7 @@ def render_ranking(explored: MeshExploration, *, everything: bool = False) -> li
         parts += _render_settings(explored)
     if explored.fewest is not None and explored.fewest.devices != found.devices:
         parts.append(render_line(f"the fewest that fit: {_format_fewest(explored.fewest)}"))
-    shown = found.rejected if everything else _select_rejections(found.rejected, _REJECTED)
+    shown = found.rejected if everything else _select_rejections(found.rejected, _MAX_REJECTIONS_SHOWN)
     if shown:
         parts.append(render_line(f"not possible, or too large: {len(found.rejected):,}"))
         parts.append(render_table([(one.what, one.reason) for one in shown], indent=2))
@@ -76,7 +78,7 @@ def _render_settings(explored: MeshExploration) -> list[RenderableType]:
         return []
     head = f"what would make it fit on {format_plural(explored.found.devices, 'device')}, the cheapest first (modelled)"
     rows = [(one.options, *build_candidate_row(one.candidate)[:-1], _format_remarks(one)) for one in explored.settings]
-    table = render_table([("add", *_HEAD[:-1], ""), *rows], right=frozenset({2, 3, 4, 5}), indent=2)
+    table = render_table([("add", *_TABLE_HEADINGS[:-1], ""), *rows], right=frozenset({2, 3, 4, 5}), indent=2)
     return [render_line(head, "bold"), table]
 
 
@@ -115,7 +117,7 @@ def _select_rejections(rejected: Sequence[MeshRejection], most: int) -> Sequence
     return [*others, *large[: most - len(others)]]
 
 
-_HEAD: Final = ("mesh", "memory", "to spare", "time", "per token", "of which")
+_TABLE_HEADINGS: Final = ("mesh", "memory", "to spare", "time", "per token", "of which")
 
 
 def build_candidate_row(one: MeshCandidate) -> Sequence[str]:

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from shardctl.estimate.training.timeline import StepEvent
     from shardctl.report.documents import Document
 
-_BAR: Final = 40
+_MAX_BAR_CHARACTERS: Final = 40
 """Characters of the bar of the largest moment."""
-_WIDE: Final = 1000
+_PICTURE_SIZE_UNITS: Final = 1000
 """Size of the picture both ways; it is stretched."""
 
 
@@ -51,7 +51,7 @@ def _render_moment_bar(moment: StepEvent, full: int) -> Text:
     bar, ends, place = Text(), 0, 0
     for category in CATEGORIES:
         ends += moment.parts.get(category, 0)
-        until = round(_BAR * ends / full) if full else 0
+        until = round(_MAX_BAR_CHARACTERS * ends / full) if full else 0
         bar.append(FILLS[category][0] * (until - place), style=FILLS[category][1])
         place = until
     return bar
@@ -79,7 +79,7 @@ def build_moments_document(rank: RankEstimate) -> Document | None:
 def list_areas(moments: Sequence[StepEvent]) -> list[tuple[Category, list[tuple[float, float]]]]:
     """List the stacked areas of a picture, each a category and the corners of its polygon, from 0 to 1000 both ways."""
     full = max((moment.nbytes for moment in moments), default=0) or 1
-    step = _WIDE / max(1, len(moments) - 1)
+    step = _PICTURE_SIZE_UNITS / max(1, len(moments) - 1)
     below = [0] * len(moments)
     found: list[tuple[Category, list[tuple[float, float]]]] = []
     for category in CATEGORIES:
@@ -91,6 +91,14 @@ def list_areas(moments: Sequence[StepEvent]) -> list[tuple[Category, list[tuple[
             *((place, height) for place, height in enumerate(above)),
             *((place, below[place]) for place in reversed(range(len(moments)))),
         ]
-        found.append((category, [(place * step, _WIDE - _WIDE * height / full) for place, height in corners]))
+        found.append(
+            (
+                category,
+                [
+                    (place * step, _PICTURE_SIZE_UNITS - _PICTURE_SIZE_UNITS * height / full)
+                    for place, height in corners
+                ],
+            )
+        )
         below = above
     return found

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from shardctl.verify.level import LevelResult, VerifyResult
 
-_SPECIAL: Final = re.compile(r"([\\`*_\[\]<>|#&])")
+_MARKDOWN_SPECIAL_PATTERN: Final = re.compile(r"([\\`*_\[\]<>|#&])")
 
 
 def format_summary(verified: VerifyResult) -> str:
@@ -102,4 +102,4 @@ def _list_table_lines(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Ite
 
 
 def _escape_markdown(text: str) -> str:
-    return _SPECIAL.sub(r"\\\1", escape_control_characters(text))
+    return _MARKDOWN_SPECIAL_PATTERN.sub(r"\\\1", escape_control_characters(text))

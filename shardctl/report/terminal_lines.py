@@ -7,10 +7,10 @@ from typing import Final
 
 from rich.cells import cell_len
 
-_STYLE: Final = re.compile(r"\x1b\[[0-9;]*m")
-_COLUMN: Final = re.compile(r"(?<=\S) {2,}(?=\S)")
+_ANSI_STYLE_PATTERN: Final = re.compile(r"\x1b\[[0-9;]*m")
+_COLUMN_GAP_PATTERN: Final = re.compile(r"(?<=\S) {2,}(?=\S)")
 """What lies between two columns of a table."""
-_STEP: Final = 4
+_INDENT_STEP_COLUMNS: Final = 4
 """Columns by which what follows is indented."""
 
 
@@ -31,13 +31,13 @@ def wrap_terminal_lines(content: str, columns: int) -> str:
 
 
 def _wrap_line(line: str, columns: int) -> str:
-    plain = _STYLE.sub("", line)
+    plain = _ANSI_STYLE_PATTERN.sub("", line)
     if cell_len(plain) <= columns:
         return line
     hang = _find_hanging_indent(plain, columns)
     lines, width, filled = [""], 0, False
     for space, word in re.findall(r"( *)([^ ]+)", line):
-        length = cell_len(_STYLE.sub("", word))
+        length = cell_len(_ANSI_STYLE_PATTERN.sub("", word))
         if filled and width + len(space) + length > columns:
             lines.append(" " * hang + word)
             width = hang + length
@@ -50,5 +50,5 @@ def _wrap_line(line: str, columns: int) -> str:
 
 def _find_hanging_indent(plain: str, columns: int) -> int:
     begin = len(plain) - len(plain.lstrip(" "))
-    found = [cell_len(plain[: gap.end()]) for gap in _COLUMN.finditer(plain)] if begin else []
-    return max((at for at in found if at <= columns // 2), default=begin + _STEP)
+    found = [cell_len(plain[: gap.end()]) for gap in _COLUMN_GAP_PATTERN.finditer(plain)] if begin else []
+    return max((at for at in found if at <= columns // 2), default=begin + _INDENT_STEP_COLUMNS)

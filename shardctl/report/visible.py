@@ -6,7 +6,7 @@ import re
 import unicodedata
 from typing import Final
 
-_UNSAFE: Final = frozenset({"Cc", "Cf", "Cs", "Co", "Zl", "Zp"})
+_UNSAFE_UNICODE_CATEGORIES: Final = frozenset({"Cc", "Cf", "Cs", "Co", "Zl", "Zp"})
 """Unicode categories that steer rather than show; `Cf` has the marks that reverse a line."""
 
 _CI_COMMAND: Final = re.compile(r"##(?=\w*\[)|^([^\S\n]*)::", re.MULTILINE)
@@ -34,7 +34,8 @@ def escape_control_characters(text: str) -> str:
     if text.isascii() and text.isprintable():
         return text
     return "".join(
-        char.encode("unicode_escape").decode() if unicodedata.category(char) in _UNSAFE else char for char in text
+        char.encode("unicode_escape").decode() if unicodedata.category(char) in _UNSAFE_UNICODE_CATEGORIES else char
+        for char in text
     )
 
 

@@ -11,7 +11,7 @@ from shardctl.running.device import list_devices
 if TYPE_CHECKING:
     from shardctl.base.errors import ShardctlError
 
-_ANY: Final = "auto"
+_AUTO_DEVICE_KIND: Final = "auto"
 """What may also be the CPU."""
 
 
@@ -33,13 +33,13 @@ class DeviceChoice:
     @classmethod
     def of(cls, kind: str | None) -> DeviceChoice:
         """Choose by what was asked for, `auto` by default; raises what `list_devices` raises."""
-        asked = kind or _ANY
+        asked = kind or _AUTO_DEVICE_KIND
         return cls(asked, list_devices(asked))
 
     @property
     def bounded(self) -> bool:
         """Whether as little as possible is to be loaded at once, because nobody named a device."""
-        return self.kind == _ANY
+        return self.kind == _AUTO_DEVICE_KIND
 
     def list_for(self, rank: int | None) -> list[str]:
         """List where a rank may be loaded, its own device first; those that have failed before come last."""

@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from shardctl.verify.golden import GoldenOutput
 
 
-_BATCH: Final = 256 << 20
+_LOAD_BATCH_BYTES: Final = 256 << 20
 """Bytes that are loaded at once where nobody named a device, so that little of its memory is enough."""
-_TROUBLE: Final = (MachineError, MemoryBudgetError)
+_MACHINE_ERROR_TYPES: Final = (MachineError, MemoryBudgetError)
 """What says something of the machine and nothing of the checkpoint."""
 
 
@@ -108,7 +108,7 @@ def _load_ranks(
     nbytes = sum(every[key].dtype.nbytes(every[key].box.shape) for _, held in ranks for key in held)
     effort.watcher.begin(2 * nbytes, phase="load")  # what is loaded is compared
     parts = find_array_parts(checkpoint.manifest, every)
-    run = _LoadRun(checkpoint, other, every, parts, summed, _BATCH if devices.bounded else None, effort)
+    run = _LoadRun(checkpoint, other, every, parts, summed, _LOAD_BATCH_BYTES if devices.bounded else None, effort)
     tensors = {name: tensor.digest for name, tensor in checkpoint.record.tensors.items()} if checkpoint.record else {}
     for rank, held in ranks:
         effort.watcher.work_on(_name_holder(checkpoint, rank))
@@ -118,7 +118,7 @@ def _load_ranks(
             found: list[CheckFinding] = []
             try:
                 told = run.load(told, held, found)
-            except _TROUBLE as error:
+            except _MACHINE_ERROR_TYPES as error:
                 release_frames(error)
                 empty_device_cache(device)
                 if following is not None:
@@ -165,7 +165,7 @@ def _load_blocks(
                 planned = compute_planned_bytes(checkpoint).get(None) if len(placed) == 1 else None
                 one = LoadedRank(None, label, place, 0, 0.0, 0, planned)
                 loaded.append(run.load_blocks(one, blocks, dispatch, found))
-        except _TROUBLE as error:
+        except _MACHINE_ERROR_TYPES as error:
             release_frames(error)
             dispatch.release()
             if is_cuda_device(place) and place not in failed and dispatch.may_place_again:

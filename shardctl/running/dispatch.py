@@ -55,7 +55,7 @@ _HOST_SHARE: Final = 0.5
 """Share of the available host memory that blocks may take by default: the forward pass also holds the source's block
 and its activations there."""
 _FP32_BYTES: Final = 4
-_NUMBERS: Final = re.compile(r"(\d+)")
+_NUMBER_PATTERN: Final = re.compile(r"(\d+)")
 
 
 @value_class
@@ -385,7 +385,7 @@ def _name_block(tensor: str) -> str:
 
 
 def _sort_naturally(name: str) -> list[tuple[int, int, str]]:
-    return [(1, int(each), "") if each.isdecimal() else (0, 0, each) for each in _NUMBERS.split(name)]
+    return [(1, int(each), "") if each.isdecimal() else (0, 0, each) for each in _NUMBER_PATTERN.split(name)]
 
 
 def _place_blocks(

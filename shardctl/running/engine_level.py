@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from shardctl.options import VerifyOptions
     from shardctl.verify.engine_result import TokenScores
 
-_CHECK: Final = "engine"
-_PROMPTS: Final = 4
-_LENGTH: Final = 24
-_TOKENS: Final = 8
-_LOADS: Final = {"vllm": ("vllm", "hf"), "transformers": ("hf",), "fsdp2": ("dcp",)}
+_CHECK_NAME: Final = "engine"
+_PROMPT_COUNT: Final = 4
+_PROMPT_LENGTH_TOKENS: Final = 24
+_MAX_NEW_TOKENS: Final = 8
+_LAYOUTS_BY_ENGINE: Final = {"vllm": ("vllm", "hf"), "transformers": ("hf",), "fsdp2": ("dcp",)}
 """The layouts that an engine loads by itself."""
-_RANKS: Final = {"vllm": 1, "transformers": 2, "fsdp2": 2}
+_DEFAULT_RANKS_BY_ENGINE: Final = {"vllm": 1, "transformers": 2, "fsdp2": 2}
 """Processes, where the directory is not cut and nobody says how many."""
 
 
@@ -67,14 +67,16 @@ def run_engine_level(
                 hint="another version of it, other --processes or another --dtype may",
             ) from error
         who = f"{question.engine} {error.versions.get(question.engine, '')}".strip()
-        level.add(iter([CheckFinding("error", _CHECK, f"{who} refuses the files: {error.message}")]))
+        level.add(iter([CheckFinding("error", _CHECK_NAME, f"{who} refuses the files: {error.message}")]))
         return _finish(level, checkpoint, began)
     bound = judging.MARGIN * rounding if question.dtype == "bf16" else judging.BOUND
     found = judging.compare_scores(expected, answers, bound)
     if found.other or found.apart > bound:
         found = _ask_about_source(level, other, question, (answers, found), bound, verify_options)
     if found.ties:
-        level.notes.append(f"{found.ties} of {_PROMPTS} prompts were followed only until two tokens were as likely")
+        level.notes.append(
+            f"{found.ties} of {_PROMPT_COUNT} prompts were followed only until two tokens were as likely"
+        )
     level.engine = EngineResult(
         engine=question.engine,
         versions=versions,
@@ -101,14 +103,14 @@ def _build_question(checkpoint: OpenedCheckpoint, verify_options: VerifyOptions)
     layout = _find_layout(checkpoint)
     if verify_options.dtype not in {"fp32", "bf16"}:
         raise UsageError(f"--engine does not compare in {verify_options.dtype}", hint="use --dtype fp32 or bf16")
-    if not isinstance(checkpoint.source, LocalSource) or layout not in _LOADS[engine]:
+    if not isinstance(checkpoint.source, LocalSource) or layout not in _LAYOUTS_BY_ENGINE[engine]:
         raise UsageError(
             f"{engine} does not load {checkpoint.source.name}, which is {layout or 'not a local directory'}",
-            hint=f"it loads local directories of {' and '.join(_LOADS[engine])}: see shardctl reshard --to",
+            hint=f"it loads local directories of {' and '.join(_LAYOUTS_BY_ENGINE[engine])}: see shardctl reshard --to",
         )
-    dialect, ranks = checkpoint.stored.dialect, verify_options.processes or _RANKS[engine]
+    dialect, ranks = checkpoint.stored.dialect, verify_options.processes or _DEFAULT_RANKS_BY_ENGINE[engine]
     question = EngineQuestion(
-        engine, str(checkpoint.source.root.resolve()), (), _TOKENS, verify_options.dtype, tp=ranks
+        engine, str(checkpoint.source.root.resolve()), (), _MAX_NEW_TOKENS, verify_options.dtype, tp=ranks
     )
     if layout == "vllm" and dialect is not None:
         mesh = dialect.mesh
@@ -145,8 +147,8 @@ def _score_source(
     architecture = str(named[0]) if isinstance(named, list) and named else ""
     reference = SourceReference(right.manifest, right.source, right.model or checkpoint.model, config, architecture)
     vocabulary, special = reference.list_special_tokens()
-    question = replace(question, prompts=asking.list_prompts(vocabulary, special, _PROMPTS, _LENGTH))
-    expected, rounding = reference.score_prompts(question.prompts, _TOKENS, "fp32"), 0.0
+    question = replace(question, prompts=asking.list_prompts(vocabulary, special, _PROMPT_COUNT, _PROMPT_LENGTH_TOKENS))
+    expected, rounding = reference.score_prompts(question.prompts, _MAX_NEW_TOKENS, "fp32"), 0.0
     idle, experts = reference.idle
     if idle:
         level.notes.append(f"{idle} of {experts} experts were chosen by no token and were not tested")
@@ -156,7 +158,9 @@ def _score_source(
                 "in bf16, rounding alone makes routers choose other experts, so the outputs cannot be compared",
                 hint="leave out --dtype bf16",
             )
-        rounding = judging.measure_rounding(expected, reference.score_prompts(question.prompts, _TOKENS, "bf16"))
+        rounding = judging.measure_rounding(
+            expected, reference.score_prompts(question.prompts, _MAX_NEW_TOKENS, "bf16")
+        )
         if not isfinite(rounding):
             raise UnsupportedError(
                 "in bf16, the source computes log-probabilities that are not finite, so no bound follows",
@@ -191,7 +195,7 @@ def _ask_about_source(
                     f"{question.engine} says the same of the files and of the source, but transformers says something "
                     f"else: {found.apart:.2e} apart at {found.place}"
                 )
-                level.add(iter([CheckFinding("warning", _CHECK, message)]))
+                level.add(iter([CheckFinding("warning", _CHECK_NAME, message)]))
                 return own
     if found.apart > bound:
         message = (
@@ -200,5 +204,5 @@ def _ask_about_source(
         )
     else:
         message = f"{question.engine} does not say what the source says: {found.other}"
-    level.add(iter([CheckFinding("error", _CHECK, message)]))
+    level.add(iter([CheckFinding("error", _CHECK_NAME, message)]))
     return found

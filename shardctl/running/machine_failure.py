@@ -20,11 +20,13 @@ _DEVICE_MEMORY: Final = re.compile(
 _HOST_MEMORY: Final = re.compile(
     r"DefaultCPUAllocator|std::bad_alloc|Cannot allocate memory|can't start new thread|Unable to allocate \d"
 )
-_DEVICE: Final = re.compile(
+_DEVICE_ERROR_PATTERN: Final = re.compile(
     r"(CUDA|HIP) error|CUDA driver|NVIDIA driver|CUDA-capable|CUBLAS_STATUS_|CUSOLVER_STATUS_|CUSPARSE_STATUS_"
     r"|cuDNN error|CUDNN_STATUS_|CUDA kernel errors|NVML|CUDA initialization"
 )
-_GROUP: Final = re.compile(r"gloo/|Connection (closed|reset) by peer|NCCL|wait timeout after|Socket Timeout")
+_PROCESS_GROUP_ERROR_PATTERN: Final = re.compile(
+    r"gloo/|Connection (closed|reset) by peer|NCCL|wait timeout after|Socket Timeout"
+)
 _NO_MEMORY: Final = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN})
 """How the system refuses memory, files and processes."""
 _TORCH_KINDS: Final = {
@@ -33,7 +35,7 @@ _TORCH_KINDS: Final = {
     "DistError": "group",
 }
 """Exceptions of torch that are trouble of the machine, whatever they say."""
-_HINTS: Final = {
+_HINTS_BY_ERROR_KIND: Final = {
     "memory of the device": "end what else uses the device, or name another one with --load, such as cpu",
     "memory": "end what else uses the memory, or use fewer processes (--virtual) and threads (--threads)",
     "device": "look at nvidia-smi and the system's log, or use --load cpu",
@@ -110,8 +112,8 @@ def _find_text_kind(text: str) -> str | None:
     patterns = {
         "memory of the device": _DEVICE_MEMORY,
         "memory": _HOST_MEMORY,
-        "device": _DEVICE,
-        "group": _GROUP,
+        "device": _DEVICE_ERROR_PATTERN,
+        "group": _PROCESS_GROUP_ERROR_PATTERN,
     }
     return next((kind for kind, pattern in patterns.items() if pattern.search(text)), None)
 
@@ -125,4 +127,4 @@ def _build_error(kind: str, text: str, device: str) -> MachineError:
         "device": f"{where} failed: {said}",
         "group": f"the processes of the ranks lost each other: {said}",
     }[kind]
-    return MachineError(message, hint=_HINTS[kind])
+    return MachineError(message, hint=_HINTS_BY_ERROR_KIND[kind])

@@ -41,16 +41,16 @@ PRELOAD: Final = ("torch", "transformers", "transformers.modeling_utils")
 """What is imported once, if it is installed; the first run of a process decides for all that follow.
 
 Most of the seconds go to the last, which `import transformers` leaves out. None of them starts a thread of Python."""
-_POLL: Final = 0.1
+_POLL_INTERVAL_SECONDS: Final = 0.1
 """Seconds between looks at all ranks."""
-_GRACE: Final = 0.3
+_GRACE_PERIOD_SECONDS: Final = 0.3
 """Seconds in which others may fail of the same cause, and in which stacks are written."""
-_ALONE: Final = "--virtual runs all ranks in one process, which needs less memory"
+_VIRTUAL_RANKS_HINT: Final = "--virtual runs all ranks in one process, which needs less memory"
 """What to do about ranks that die or hang."""
-_STILL: Final = 0.05
+_MAX_IDLE_CPU_SECONDS: Final = 0.05
 """Seconds of processor time, of all ranks together, that count as none: background threads wake now and then."""
 
-_SHOWN: Final = 4
+_MAX_LINES_SHOWN: Final = 4
 """Lines of a failed rank's output, or ranks that hang, that a message has."""
 
 
@@ -169,7 +169,7 @@ class _ProcessRun:
         began = mark = heard = time.monotonic()
         seen, beats = self._activity(), 0
         while alive := [process for process in self.processes if process.exitcode is None]:
-            connection.wait([process.sentinel for process in alive], _POLL)
+            connection.wait([process.sentinel for process in alive], _POLL_INTERVAL_SECONDS)
             self._check()
             now, activity = time.monotonic(), self._activity()
             if deadline is not None and now - began > deadline:
@@ -178,7 +178,12 @@ class _ProcessRun:
                 heard, beats = now, sum(self.beats)
             elif silence is not None and beats and now - heard > silence:
                 raise self._stuck(f"hung: no rank has got any further for {silence:g} s")
-            if activity is None or seen is None or activity[0] - seen[0] > _STILL or activity[1:] != seen[1:]:
+            if (
+                activity is None
+                or seen is None
+                or activity[0] - seen[0] > _MAX_IDLE_CPU_SECONDS
+                or activity[1:] != seen[1:]
+            ):
                 mark, seen = now, activity
             elif now - mark > idle:
                 raise self._stuck(f"hung: no rank has done anything for {idle:g} s")
@@ -186,7 +191,7 @@ class _ProcessRun:
 
     def _check(self) -> None:
         if any(self._failed(number) for number in range(len(self.processes))):
-            time.sleep(_GRACE)
+            time.sleep(_GRACE_PERIOD_SECONDS)
             raise self._failure()
 
     def _failed(self, number: int) -> bool:
@@ -222,16 +227,18 @@ class _ProcessRun:
         for number in alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.processes[number].pid or 0, signal.SIGUSR1)  # the workers have faulthandler write stacks
-        time.sleep(_GRACE)
+        time.sleep(_GRACE_PERIOD_SECONDS)
         stacks = {number: _find_innermost_frame(self._output(number)) for number in alive}
         waiting = [number for number in alive if _is_in_collective(self._output(number))]
         guilty = [number for number in alive if number not in waiting] or alive
         fewest = min(self.beats[number] for number in guilty)
         guilty = [number for number in guilty if self.beats[number] == fewest]
-        where = "; ".join(f"rank {number} is in {stacks[number]}" for number in guilty[:_SHOWN] if stacks[number])
+        where = "; ".join(
+            f"rank {number} is in {stacks[number]}" for number in guilty[:_MAX_LINES_SHOWN] if stacks[number]
+        )
         names = ", ".join(map(str, guilty))
         message = f"rank{'s' * (len(guilty) > 1)} {names} {what}" + (f"; {where}" if where else "")
-        return RankError(message, ranks=guilty, output=self._output(guilty[0]), hint=_ALONE)
+        return RankError(message, ranks=guilty, output=self._output(guilty[0]), hint=_VIRTUAL_RANKS_HINT)
 
     def _output(self, number: int) -> str:
         with contextlib.suppress(OSError):
@@ -272,8 +279,8 @@ class _ProcessRun:
 
 def _find_death_hint(run: _ProcessRun, number: int) -> str:
     if run.processes[number].exitcode != -signal.SIGKILL:
-        return _ALONE
-    return f"the system may have run out of memory; {_ALONE}"
+        return _VIRTUAL_RANKS_HINT
+    return f"the system may have run out of memory; {_VIRTUAL_RANKS_HINT}"
 
 
 def _read_process_usage(pid: int) -> tuple[float, int] | None:
@@ -303,7 +310,7 @@ def _describe_exit(code: int | None) -> str:
 
 def _quote_last_lines(output: str) -> str:
     """Quote the last lines of what a process printed, to follow a message; empty if it printed nothing."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()][-_SHOWN:]
+    lines = [line.strip() for line in output.splitlines() if line.strip()][-_MAX_LINES_SHOWN:]
     return f"; the last it said: {' | '.join(lines)}" if lines else ""
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardctl.options import SourceOptions
     from shardctl.running.engines.weight_checker import HeldWeights
 
-_CHECK: Final = "engine"
+_CHECK_NAME: Final = "engine"
 
 
 def run_running_engine_level(
@@ -77,7 +77,7 @@ def _compare_sums(level: LevelResult, held: HeldWeights, expected: EngineSums, a
     ]
     if absent:
         message = f"{address} does not have {format_first_few(absent)}"
-        level.add(iter([CheckFinding("error", _CHECK, message)]))
+        level.add(iter([CheckFinding("error", _CHECK_NAME, message)]))
     return same, unknown
 
 
@@ -88,4 +88,4 @@ def _describe_differences(other: list[tuple[int, str, str | None]], address: str
             message = f"{address} holds {key}{where}, which the checkpoint does not have"
         else:
             message = f"{address} holds other elements of {key}{where}, or in another type than the checkpoint's"
-        yield CheckFinding("error", _CHECK, message, key.rpartition(":")[2])
+        yield CheckFinding("error", _CHECK_NAME, message, key.rpartition(":")[2])

@@ -57,7 +57,7 @@ SMALL: Final = {
 """What keys of configs become, wherever they stand."""
 MAX_ELEMENTS: Final = 50_000_000
 """Elements of the largest model that is still small: 200 MB in fp32, which takes a second to fill and save."""
-_COUNTS: Final = {key for key, value in SMALL.items() if "layer" in key or key in {"depth", "num_blocks"}}
+_LAYER_COUNT_KEYS: Final = {key for key, value in SMALL.items() if "layer" in key or key in {"depth", "num_blocks"}}
 
 
 _MAX_KINDS: Final = 8
@@ -201,7 +201,7 @@ def _takes(config: Torch, key: str) -> bool:
 
 def _shorten_lists(config: Torch) -> dict[str, Any]:
     """Return lists of one entry for each layer, as short as can be with one of every kind, and the count of layers."""
-    counts = {key: value for key in _COUNTS if isinstance(value := getattr(config, key, None), int)}
+    counts = {key: value for key in _LAYER_COUNT_KEYS if isinstance(value := getattr(config, key, None), int)}
     lists = {
         key: value
         for key, value in vars(config).items()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shardctl.base.workers import ExecutionOptions
     from shardctl.options import SourceOptions, VerifyOptions
 
-_STEP: Final = re.compile(r"(\d+)$")
+_STEP_NUMBER_PATTERN: Final = re.compile(r"(\d+)$")
 
 
 @value_class
@@ -58,11 +58,11 @@ def find_newest(
     if not run.is_dir():
         raise SourceError(f"{path} is no directory", hint="give the directory that has a run's checkpoints")
     inside = [each for each in run.iterdir() if each.is_dir() and each.name not in HIDDEN]
-    numbered = [each for each in inside if _STEP.search(each.name)]
+    numbered = [each for each in inside if _STEP_NUMBER_PATTERN.search(each.name)]
     if not inside:
         raise SourceError(f"{path} has no directories", hint="give the directory that has a run's checkpoints")
     if numbered:
-        inside = sorted(numbered, key=lambda each: (int(_STEP.search(each.name)[1]), each.name), reverse=True)  # type: ignore[index]
+        inside = sorted(numbered, key=lambda each: (_find_step(each), each.name), reverse=True)
     else:
         inside = sorted(inside, key=_find_last_change, reverse=True)
     order = "number" if numbered else "time"
@@ -82,6 +82,12 @@ def find_newest(
             reasons = [error.message]
         passed.append(PassedCheckpoint(each.name, tuple(reasons)))
     return NewestCheckpoint(str(path), "", order, tuple(passed))
+
+
+def _find_step(folder: Path) -> int:
+    """Find the step at the end of a directory's name; 0 if there is none."""
+    found = _STEP_NUMBER_PATTERN.search(folder.name)
+    return int(found[1]) if found is not None else 0
 
 
 def _find_last_change(folder: Path) -> int:

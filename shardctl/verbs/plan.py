@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _MAX_PROBED_BYTES: Final = 256_000_000
 """Bytes that `--probe` reads at most: enough for a steady rate of a disk, and little of what is read later."""
 _PROBE_BYTES: Final = 8 << 20
-_NOTHING: Final = "--out needs stored tensors and a type that reshard writes"
+_NOTHING_TO_CONVERT_HINT: Final = "--out needs stored tensors and a type that reshard writes"
 
 
 @pause_garbage_collection()
@@ -92,7 +92,7 @@ def plan(
         reshard_options = _choose_even_stages(checkpoint, reshard_options, plan_options)
         if about is not None:
             if plan_options.out is not None:
-                raise UsageError(f"there is nothing to convert for {plan_options.out}", hint=_NOTHING)
+                raise UsageError(f"there is nothing to convert for {plan_options.out}", hint=_NOTHING_TO_CONVERT_HINT)
             planned = describe_unstored_model(str(path), checkpoint, reshard_options, plan_options, about)
         else:
             near = Path(destination or path)

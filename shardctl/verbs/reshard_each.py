@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shardctl.options import ReshardOptions, SourceOptions
     from shardctl.verbs.reshard import ReshardResult
 
-_NUMBER: Final = re.compile(r"(\d+)")
+_NUMBER_PATTERN: Final = re.compile(r"(\d+)")
 
 
 @value_class
@@ -132,7 +132,7 @@ def split_numbers(path: Path) -> tuple[tuple[str, int], ...]:
     >>> split_numbers(Path("run/iter_10"))
     (('run/iter_', 10), ('', 0))
     """
-    parts = _NUMBER.split(str(path))
+    parts = _NUMBER_PATTERN.split(str(path))
     return tuple((word, int(number or 0)) for word, number in zip(parts[::2], [*parts[1::2], ""], strict=True))
 
 

@@ -40,13 +40,13 @@ if TYPE_CHECKING:
     from shardctl.conversion.conversion_plan import PlannedConversion
     from shardctl.conversion.plan_file import PlanFile
 
-_ROUNDS: Final = 4
+_TASKS_PER_SLOT: Final = 4
 """Tasks for each place where one can run: what a lost one costs is smaller, and the last ones end closer together."""
-_RETRIES: Final = 5
+_MAX_TASK_RETRIES: Final = 5
 """How often a task whose process or machine died is started again."""
-_LOOK: Final = 0.5
+_POLL_INTERVAL_SECONDS: Final = 0.5
 """Seconds between two looks at the tasks."""
-_TOLD: Final = 0.5
+_REPORT_INTERVAL_SECONDS: Final = 0.5
 """Seconds between two reports of a task."""
 
 
@@ -135,20 +135,20 @@ def _choose_task_count(ray: Any, files: int, reshard_options: ReshardOptions) ->
     """Choose how many tasks: no more than there are files."""
     processors = float(ray.cluster_resources().get("CPU", 1))
     places = max(int(processors // (reshard_options.threads or 1)), 1)
-    return max(min(files, _ROUNDS * places), 1)
+    return max(min(files, _TASKS_PER_SLOT * places), 1)
 
 
 def _run_tasks(ray: Any, order: _TaskOrder, count: int, progress: ProgressWatcher) -> None:  # noqa: ANN401 - a module
     """Run every worker; on an error or a signal the others are asked to stop, and keep what they have."""
     board = ray.remote(num_cpus=0)(_ProgressBoard).remote()
     processors = min(order.reshard_options.threads or 1, int(ray.cluster_resources().get("CPU", 1)))
-    task = ray.remote(num_cpus=processors, max_retries=_RETRIES)(_run_task)
+    task = ray.remote(num_cpus=processors, max_retries=_MAX_TASK_RETRIES)(_run_task)
     stop, shown = StopRequest(kept=True), 0
     with stop_on_signals(stop):
         left = [task.remote(order, number, count, board) for number in range(count)]
         try:
             while left:
-                done, left = ray.wait(left, num_returns=len(left), timeout=_LOOK)
+                done, left = ray.wait(left, num_returns=len(left), timeout=_POLL_INTERVAL_SECONDS)
                 for said in _collect_answers(ray, done):
                     _raise_reported(said)
                 shown = _report_progress(ray, board, progress, shown)
@@ -167,7 +167,7 @@ def _collect_answers(ray: Any, done: Sequence[Any]) -> Iterator[tuple[str, ...] 
         except ray.exceptions.RayError as error:
             words = str(error).strip().splitlines()
             raise TransientError(
-                f"a Ray task died {_RETRIES + 1} times: {words[0] if words else type(error).__name__}",
+                f"a Ray task died {_MAX_TASK_RETRIES + 1} times: {words[0] if words else type(error).__name__}",
                 hint="run the same command again: it resumes where this one stopped",
             ) from error
 
@@ -231,7 +231,7 @@ class _TaskReporter:
     def advance(self, nbytes: int, *, kept: bool = False) -> None:  # noqa: ARG002 - both are in place
         with self._lock:
             self._bytes += nbytes
-            due = time.monotonic() - self._last > _TOLD
+            due = time.monotonic() - self._last > _REPORT_INTERVAL_SECONDS
         if due:
             self.tell()
 

@@ -185,8 +185,8 @@ def test_verify_and_digest_say_phase_share_and_file(monkeypatch, say, tmp_path):
 
     from shardctl.report import meter
 
-    monkeypatch.setattr(progress, "_TICK", 0.001)
-    monkeypatch.setattr(meter, "_BREATH", 0.0)
+    monkeypatch.setattr(progress, "_SAMPLING_INTERVAL_SECONDS", 0.001)
+    monkeypatch.setattr(meter, "_MIN_LINE_INTERVAL_SECONDS", 0.0)
     save_file({f"w{i}": np.full((200_000,), i, np.float32) for i in range(40)}, tmp_path / "model.safetensors")
     for arguments, begin in ((["verify", "--level", "full"], "verify: content, "), (["digest"], "digest: ")):
         said = say(*arguments, tmp_path, "--threads", "1")
@@ -197,8 +197,8 @@ def test_verify_and_digest_say_phase_share_and_file(monkeypatch, say, tmp_path):
 
 
 def test_lines_and_records_come_while_the_work_goes_on(monkeypatch, capfd):
-    monkeypatch.setattr(progress, "_TICK", 0.01)
-    monkeypatch.setattr("shardctl.report.meter._BREATH", 0.0)
+    monkeypatch.setattr(progress, "_SAMPLING_INTERVAL_SECONDS", 0.01)
+    monkeypatch.setattr("shardctl.report.meter._MIN_LINE_INTERVAL_SECONDS", 0.0)
     said = {"out": "", "err": ""}
 
     def wait_for(stream, text):

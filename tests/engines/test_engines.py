@@ -243,7 +243,7 @@ class TestAnswers:
 
 class TestRefusals:
     def test_an_engine_that_is_not_installed(self, made, monkeypatch, capsys):
-        monkeypatch.setitem(asking._PACKAGES, "vllm", ("no-such-engine",))
+        monkeypatch.setitem(asking._PACKAGES_BY_ENGINE, "vllm", ("no-such-engine",))
         assert run(["verify", str(made("llama")), "--engine", "vllm"]) == 2
         err = capsys.readouterr().err
         assert f"no-such-engine is not installed in {sys.executable}" in err

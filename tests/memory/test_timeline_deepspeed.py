@@ -35,8 +35,8 @@ def freeze_others(inventory, pattern):
 
 @pytest.mark.parametrize(("stage", "trained"), [*((stage, "") for stage in PRINTED), (3, r"q_proj|o_proj")])
 def test_deepspeeds_moments(stage, trained, monkeypatch):
-    monkeypatch.setattr(transients, "_REDUCE", BUCKET)
-    monkeypatch.setattr(transients, "_PERSISTENT", SMALL)
+    monkeypatch.setattr(transients, "_REDUCE_BUCKET_ELEMENTS", BUCKET)
+    monkeypatch.setattr(transients, "_PERSISTENCE_THRESHOLD_ELEMENTS", SMALL)
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": MODEL["vocabulary"],
         "num_key_value_heads": MODEL["kv_heads"], "hidden_size": MODEL["hidden"], "head_dim": MODEL["head_dim"],

@@ -168,7 +168,7 @@ class TestLoad:
     @pytest.mark.skipif(GPU, reason="there is a GPU")
     def test_where_no_device_is_asked_for_and_none_is_there_little_is_loaded_at_once(self, ranks, monkeypatch):
         whole = level(verify(ranks, VerifyOptions(level="load", device="cpu")), "load")
-        monkeypatch.setattr(shardctl.running.device_levels, "_BATCH", 5000)
+        monkeypatch.setattr(shardctl.running.device_levels, "_LOAD_BATCH_BYTES", 5000)
         parts = level(verify(ranks, VerifyOptions(level="load")), "load")
         assert [r.nbytes for r in parts.ranks] == [r.nbytes for r in whole.ranks]
         assert [r.peak_bytes for r in parts.ranks] == [r.peak_bytes for r in whole.ranks]

@@ -134,7 +134,7 @@ class TestLoad:
         assert (found.status, found.findings) == ("unfinished", [])
 
     def test_a_busy_device_that_nobody_named_is_left_for_the_next(self, ranks, source, cuda, monkeypatch):
-        monkeypatch.setattr(shardctl.running.device_levels, "_BATCH", 5000)
+        monkeypatch.setattr(shardctl.running.device_levels, "_LOAD_BATCH_BYTES", 5000)
         cuda(10, GIB)
         found = verify(ranks, VerifyOptions(level="load", against=source))
         assert found.ok, found.findings
@@ -151,7 +151,7 @@ class TestLoad:
         assert "was loaded on cpu, because" in out
 
     def test_a_device_that_nobody_named_is_used_in_parts(self, ranks, cuda, monkeypatch):
-        monkeypatch.setattr(shardctl.running.device_levels, "_BATCH", 5000)
+        monkeypatch.setattr(shardctl.running.device_levels, "_LOAD_BATCH_BYTES", 5000)
         fake = cuda(12_000)  # a whole rank takes more
         load = level(verify(ranks, VerifyOptions(level="load")), "load")
         assert {rank.device for rank in load.ranks} == {"cuda:0"}
@@ -241,7 +241,7 @@ class TestForward:
         assert err.splitlines()[-1].startswith("hint:  ")
 
     def test_a_rank_that_hangs_is_no_verdict(self, say, ranks, source, in_ranks, monkeypatch):
-        monkeypatch.setattr(by_processes, "_IDLE", 3.0)
+        monkeypatch.setattr(by_processes, "_MAX_IDLE_SECONDS", 3.0)
         in_ranks(lambda work: RankWithTrouble(work, "hangs"))
         code, out, err = say("verify", ranks, "--forward", "--against", source, "--load", "cpu", "--processes", 2)
         assert code == 7
@@ -263,7 +263,7 @@ class TestForward:
 
     def test_processes_that_nobody_asked_for_are_left_out_then(self, ranks, source, in_ranks, monkeypatch):
         in_ranks(lambda work: RankWithTrouble(work, "killed"))
-        monkeypatch.setattr(by_processes, "_FEW", 0)
+        monkeypatch.setattr(by_processes, "_MAX_SINGLE_PROCESS_BYTES", 0)
         monkeypatch.setattr(os, "cpu_count", lambda: 2)
         found = verify(ranks, VerifyOptions(level="forward", against=source, device="cpu"))
         assert found.ok, found.findings

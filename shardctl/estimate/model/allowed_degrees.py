@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MOST: Final = 1024
 """Degrees up to which alternatives are looked for."""
-_SHOWN: Final = 9
+_MAX_DEGREES_SHOWN: Final = 9
 """How many a line has room for."""
 
 
@@ -43,8 +43,8 @@ def format_degrees(degrees: Sequence[int]) -> str:
     if len(degrees) > 2 and degrees[-1] == len(degrees):  # noqa: PLR2004 - two are no range
         return f"1 to {degrees[-1]}"
     shown = [str(degree) for degree in degrees]
-    if len(shown) > _SHOWN:
-        shown = [*shown[: _SHOWN - 1], "...", shown[-1]]
+    if len(shown) > _MAX_DEGREES_SHOWN:
+        shown = [*shown[: _MAX_DEGREES_SHOWN - 1], "...", shown[-1]]
     return ", ".join(shown)
 
 

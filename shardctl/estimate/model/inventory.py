@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shardctl.base.dtype import DType
     from shardctl.tensors.manifest import Tensor
 
-_NUMBER: Final = re.compile(r"\.\d+(?=\.)")
+_LAYER_INDEX_PATTERN: Final = re.compile(r"\.\d+(?=\.)")
 FLOATING: Final = frozenset({"F64", "F32", "F16", "BF16"})
 """The stored types that an optimizer can train; others are codes of quantized weights, positions or masks."""
 
@@ -93,7 +93,7 @@ def build_inventory(
         spec = specs[name]
         dtype = dtypes[name] if dtypes is not None else tensor.dtype
         buffer = name in buffers
-        module = _NUMBER.sub("", name) if apart else ""
+        module = _LAYER_INDEX_PATTERN.sub("", name) if apart else ""
         quick = (id(spec.rule), tensor.shape, dtype, buffer, module)
         members = alike.get(quick)
         if members is None:

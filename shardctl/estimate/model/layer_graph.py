@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from shardctl.models.tables.family import Family, FusedArray, ModelDims, Row
     from shardctl.models.tables.layer_features import LayerFeatures, LayerStyle, NormKind
 
-_CROSS: Final = ("EncDecAttention", "encoder_attn", "crossattention")
+_CROSS_ATTENTION_NAMES: Final = ("EncDecAttention", "encoder_attn", "crossattention")
 """What tables call a decoder's attention to the encoder."""
 _WEIGHTS_ONLY: Final = "its weights are counted exactly; cache, activations and traffic cannot be estimated"
-_POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_target_positions", "seq_length")
+_CONTEXT_LENGTH_KEYS: Final = ("max_position_embeddings", "n_positions", "max_target_positions", "seq_length")
 
 
 @value_class
@@ -284,7 +284,7 @@ def build_layer_graph(config: Mapping[str, object]) -> LayerGraph:
     facts = family.facts(whole)
     reader = _LayerGraphReader(family, traits, facts, parts, texts)
     layers = reader.layers()
-    positions = next((texts.size(key) for key in _POSITIONS if texts.values.get(key) is not None), None)
+    positions = next((texts.size(key) for key in _CONTEXT_LENGTH_KEYS if texts.values.get(key) is not None), None)
     learned = next((facts.size(name) for name in ("positions", "patches") if name in facts.dims), None)
     source = texts.size("max_source_positions") if texts.values.get("max_source_positions") is not None else None
     return LayerGraph(
@@ -491,7 +491,7 @@ class _LayerGraphReader:
         if any(".cross_attn." in row.name for row in rows):
             pictured = self.facts.size("picture") if "picture" in self.facts.dims else 0
             return LayerAttention("cross", width // head, keys // head, head, head, pictured=pictured)
-        cross = any(name in row.name for row in rows for name in _CROSS)
+        cross = any(name in row.name for row in rows for name in _CROSS_ATTENTION_NAMES)
         window = None if wide else window
         kind: Literal["full", "sliding"] = "full" if window is None else "sliding"
         gated = named.has("gated_q")
@@ -530,7 +530,7 @@ def _count_readers(named: RowDims, rows: list[Row], fused: tuple[FusedArray, ...
     found = {
         row.name
         for row in rows
-        if len(row.dims.split()) == _MATRIX
+        if len(row.dims.split()) == _MATRIX_NDIM
         and named.known("hidden") in row.dims.split()
         and "effn" not in row.dims
         and "index" not in row.dims
@@ -609,7 +609,7 @@ def _build_compressed_attention(named: RowDims, window: int | None) -> LayerAtte
     )
 
 
-_MATRIX: Final = 2
+_MATRIX_NDIM: Final = 2
 """Dims of a matrix."""
 _WITH_GATE: Final = 3
 """Matrices of an MLP with a gate: the gate's, the one up and the one down."""

@@ -30,10 +30,10 @@ WeightRole = Literal[
 whole tokens before the MLP; what its activation function returns; both of experts; whole tokens, for experts to be
 chosen or weighted; normed tokens; normed queries, keys or what they are compressed to."""
 ROLES: Final = frozenset(get_args(WeightRole))
-_HEADS: Final = ("q", "kv", "full_q", "full_kv", "window_kv", "gated_q", "qs", "vs", "qkv")
-_NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
-_MATRIX: Final = 2
-_STACK: Final = 3
+_ATTENTION_DIM_NAMES: Final = ("q", "kv", "full_q", "full_kv", "window_kv", "gated_q", "qs", "vs", "qkv")
+_LAYER_INDEX_PATTERN: Final = re.compile(r"(?<=\.)\d+(?=\.)")
+_MATRIX_NDIM: Final = 2
+_EXPERT_STACK_NDIM: Final = 3
 
 
 @value_class
@@ -51,7 +51,7 @@ def blank_numbers(name: str) -> str:
     >>> blank_numbers("layers.3.mlp.experts.0.w1.weight")
     'layers.{}.mlp.experts.{}.w1.weight'
     """
-    return _NUMBER.sub("{}", name)
+    return _LAYER_INDEX_PATTERN.sub("{}", name)
 
 
 def list_weight_places(named: RowDims, rows: Sequence[Row], norms: Sequence[Row]) -> tuple[WeightPlace, ...]:
@@ -65,7 +65,7 @@ def list_weight_places(named: RowDims, rows: Sequence[Row], norms: Sequence[Row]
         role = _find_norm_role(named, row) if row in norms else _find_role(named, row, transposed=transposed)
         if role is not None:
             found.append(WeightPlace(blank_numbers(INDEX.sub("{}", row.name.partition("}.")[2])), role))
-        elif row not in norms and len(row.dims.split()) >= _MATRIX:
+        elif row not in norms and len(row.dims.split()) >= _MATRIX_NDIM:
             return ()
     return tuple(found)
 
@@ -73,7 +73,7 @@ def list_weight_places(named: RowDims, rows: Sequence[Row], norms: Sequence[Row]
 def _find_stack_order(named: RowDims, rows: Sequence[Row]) -> bool | None:
     """Return whether stacks of experts are `[expert, in, out]`, which the one of gate and up tells; None without."""
     pair = f"{named.known('effn')}+{named.known('effn')}"
-    stacks = [row.dims.split() for row in rows if len(row.dims.split()) == _STACK]
+    stacks = [row.dims.split() for row in rows if len(row.dims.split()) == _EXPERT_STACK_NDIM]
     return next((words[-1] == pair for words in stacks if pair in words), None)
 
 
@@ -86,17 +86,17 @@ def _find_role(named: RowDims, row: Row, *, transposed: bool | None) -> WeightRo
     words = row.dims.split()
     expert = named.known("effn")
     if expert and any(expert in word.split("+") for word in words):
-        if len(words) == _STACK and transposed is not None:
+        if len(words) == _EXPERT_STACK_NDIM and transposed is not None:
             return "experts in" if "+" in row.dims else "experts out"
-        return None if len(words) != _MATRIX else "experts out" if words[-1] == expert else "experts in"
-    return _find_plain_role(named, *words) if len(words) == _MATRIX else None
+        return None if len(words) != _MATRIX_NDIM else "experts out" if words[-1] == expert else "experts in"
+    return _find_plain_role(named, *words) if len(words) == _MATRIX_NDIM else None
 
 
 def _find_plain_role(named: RowDims, out: str, into: str) -> WeightRole | None:
     """Find what a matrix multiplies that is no expert's."""
     wide = {named.known(name) for name in ("ffn", "dffn", "sffn")} - {""}
     wide |= {name for name in named.facts.dims if name.startswith("ffn_")}
-    heads = {named.known(name) for name in _HEADS} - {""}
+    heads = {named.known(name) for name in _ATTENTION_DIM_NAMES} - {""}
     ranks = {named.known(name) for name in ("q_rank", "kv_rank")} - {""}
     hidden, made = named.known("hidden"), frozenset(out.split("+"))
     known: tuple[tuple[WeightRole, bool], ...] = (

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from shardctl.models.quantization.storage import Form
 
 WidenedPart = Literal["none", "vectors", "all"]
-_MATRIX: Final = 2
-_STACK: Final = 3
-_ROUTERS: Final = frozenset({"gate", "router", "shared_expert_gate"})
+_MATRIX_NDIM: Final = 2
+_EXPERT_STACK_NDIM: Final = 3
+_ROUTER_MODULE_NAMES: Final = frozenset({"gate", "router", "shared_expert_gate"})
 """What the modules are called that choose experts; quantizers leave them as they are."""
-_TABLES: Final = frozenset({"relative_attention_bias"})
+_LAYER_EMBEDDING_NAMES: Final = frozenset({"relative_attention_bias"})
 """Names of what is looked up in layers: T5's biases of positions are an embedding."""
-_CONVOLUTIONS: Final = frozenset({"conv1d", "conv"})
+_CONVOLUTION_MODULE_NAMES: Final = frozenset({"conv1d", "conv"})
 
 
 @value_class
@@ -82,7 +82,7 @@ LAYOUTS: Final = (
     ),
 )
 """The layouts of codes; the linear weights of layers have them, all else stays as it is."""
-_SCALES: Final = tuple(f".{suffix}" for one in LAYOUTS for suffix, _, _ in one.arrays if suffix != "weight")
+_SCALE_SUFFIXES: Final = tuple(f".{suffix}" for one in LAYOUTS for suffix, _, _ in one.arrays if suffix != "weight")
 TYPES: Final = (*FLOATS, *(layout.name for layout in LAYOUTS))
 """Every type that `narrow_inventory` knows."""
 
@@ -127,7 +127,7 @@ def narrow_inventory(inventory: TensorInventory, name: str, *, widened: WidenedP
 
 def is_scale(kind: TensorKind) -> bool:
     """Return whether it is an array of scales, beside codes of a layout."""
-    return kind.example.endswith(_SCALES)
+    return kind.example.endswith(_SCALE_SUFFIXES)
 
 
 def is_module_scale(kind: TensorKind) -> bool:
@@ -143,11 +143,15 @@ def _widen_kind(kind: TensorKind, widened: WidenedPart) -> TensorKind:
 def is_linear(kind: TensorKind) -> bool:
     """Return whether it is a weight that quantizers replace."""
     parts = set(kind.example.split("."))
-    if not kind.trainable or not _is_in_layers(kind) or parts & (_ROUTERS | _CONVOLUTIONS | _TABLES):
+    if (
+        not kind.trainable
+        or not _is_in_layers(kind)
+        or parts & (_ROUTER_MODULE_NAMES | _CONVOLUTION_MODULE_NAMES | _LAYER_EMBEDDING_NAMES)
+    ):
         return False
-    if len(kind.shape) == _STACK:
+    if len(kind.shape) == _EXPERT_STACK_NDIM:
         return kind.spec.of_expert
-    return len(kind.shape) == _MATRIX and kind.matrix and kind.example.endswith(".weight")
+    return len(kind.shape) == _MATRIX_NDIM and kind.matrix and kind.example.endswith(".weight")
 
 
 def _is_in_layers(kind: TensorKind) -> bool:
@@ -157,7 +161,7 @@ def _is_in_layers(kind: TensorKind) -> bool:
 
 def _list_coded_kinds(kind: TensorKind, chosen: QuantizedLayout) -> Iterator[TensorKind]:
     """List the arrays in place of a weight, or of a stack of them, one for each expert."""
-    deep = len(kind.shape) - _MATRIX
+    deep = len(kind.shape) - _MATRIX_NDIM
     forms = [_build_stacked_form(form, deep) for _, _, form in chosen.arrays]
     together = compute_blocks(forms)
     module = kind.example.removesuffix(".weight")

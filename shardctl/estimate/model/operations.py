@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shardctl.estimate.model.rank_shards import HeldPart, RankShards
     from shardctl.tensors.mesh import Mesh
 
-_CODES: Final = {"I32": 8, "U8": 2}
+_PACKED_WEIGHTS_PER_ELEMENT: Final = {"I32": 8, "U8": 2}
 """Weights in one stored element of a matrix, where it is packed: four bits each, as GPTQ, AWQ and MXFP4 have it."""
 
 
@@ -89,7 +89,7 @@ def _is_multiplied(part: HeldPart, *, last: bool) -> bool:
 
 
 def _count_weights(part: HeldPart) -> int:
-    packed = 1 if part.kind.trainable else _CODES.get(part.kind.dtype.name, 1)
+    packed = 1 if part.kind.trainable else _PACKED_WEIGHTS_PER_ELEMENT.get(part.kind.dtype.name, 1)
     return part.count * part.gathered * packed
 
 

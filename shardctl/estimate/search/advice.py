@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 NARROWER: Final = ("fp8", "int4")
 """The types that serving could quantize to, each with half the bytes of the one before."""
-_CAST: Final = "bf16"
-_LEAST: Final = 1024
+_CAST_DTYPE: Final = "bf16"
+_MIN_SEQUENCE_TOKENS: Final = 1024
 """Tokens; shorter sequences are not advised."""
 MOST_TIMES: Final = 64
 """More times the devices are not advised."""
@@ -203,12 +203,15 @@ class _ChangeTrials:
         if isinstance(work, TrainingWorkload):
             yield from _list_training_changes(ask, work)
             tokens = work.sequence
-            shorter = [(size, replace(ask, work=replace(work, sequence=size))) for size in _list_halves(tokens, _LEAST)]
+            shorter = [
+                (size, replace(ask, work=replace(work, sequence=size)))
+                for size in _list_halves(tokens, _MIN_SEQUENCE_TOKENS)
+            ]
         else:
             batch, context = self.solved if ask is self.ask else (None, None)
             yield from _list_serving_changes(ask, work, batch)
             tokens = work.context
-            sizes = _list_smaller(tokens, _LEAST, context)
+            sizes = _list_smaller(tokens, _MIN_SEQUENCE_TOKENS, context)
             shorter = [(size, replace(ask, work=replace(work, context=size))) for size in sizes]
         yield self.more_devices(ask)
         yield [
@@ -290,7 +293,7 @@ def _list_serving_changes(
     cached = _ProposedChange("keep keys and values in fp8", "--kv-dtype fp8", replace(ask, work=narrow))
     yield [] if (work.kv_dtype or "").startswith(("F8", "NVFP4")) else [cached]
     # Of weights that are stored so narrow already, a cast spares nothing, and quantizing is advised.
-    names = {_CAST: "cast"} | dict.fromkeys(NARROWER, "quantize")
+    names = {_CAST_DTYPE: "cast"} | dict.fromkeys(NARROWER, "quantize")
     yield [
         _ProposedChange(f"{verb} the weights to {name}", f"--dtype {name}", replace(ask, dtype=name))
         for name, verb in names.items()

@@ -38,15 +38,15 @@ if TYPE_CHECKING:
 
 REFERENCE: Final = "h100-80gb"
 """Whose speed is taken where a device is nothing but a size."""
-_UPDATED: Final = 30
+_ADAM_TRAFFIC_BYTES: Final = 30
 """Bytes that Adam moves per parameter: gradient, master and both moments read (16), the last three and the computing
 copy written (14)."""
 _UPDATED_GRADIENT: Final = 12
 """Bytes that a microbatch moves per weight: read twice in 16 bits, its fp32 gradient read and written."""
-_OFFLOADED: Final = "states moved to the host and back"
+_OFFLOAD_TERM_NAME: Final = "states moved to the host and back"
 _EXPERT_MEMORY: Final = "tokens of experts moved in memory"
 _AMONG_EXPERTS: Final = (*EXPERT_AXES, EXPERT_FSDP, "replica")
-_FOLLOWED: Final = {"replica": ("dp", "cp"), EXPERT_FSDP: ("fsdp",), "etp": ("tp",), "ep": ()}
+_EXPERT_TO_DENSE_AXES: Final = {"replica": ("dp", "cp"), EXPERT_FSDP: ("fsdp",), "etp": ("tp",), "ep": ()}
 """The axes of experts that are cut as all else is."""
 
 
@@ -204,9 +204,9 @@ class _StagePacer:
         if plan.offloaded:
             away = (plan.gradient.unit_bytes + plan.compute.unit_bytes) * updated
             formula = "gradients out and parameters back by PCIe; the host's own update is not counted"
-            shares.append(TimeShare(_OFFLOADED, away / (self.device.pcie * self.pace.links), formula, away))
+            shares.append(TimeShare(_OFFLOAD_TERM_NAME, away / (self.device.pcie * self.pace.links), formula, away))
         else:
-            moved = _UPDATED * updated
+            moved = _ADAM_TRAFFIC_BYTES * updated
             seconds = moved / (self.device.memory_bandwidth * self.pace.memory)
             shares.append(TimeShare("update", seconds, "30 P / bandwidth", moved))
         return _merge_shares(shares)
@@ -365,7 +365,7 @@ def _count_ranks_and_nodes(mesh: Mesh, axes: tuple[str, ...], per_node: int) -> 
     for axis, degree in reversed(mesh.axes):
         strides[axis], below = below, below * degree
     if mesh.ep == 1 and mesh.etp == mesh.degree("tp"):
-        axes = tuple(dense for axis in axes for dense in _FOLLOWED.get(axis, (axis,)))
+        axes = tuple(dense for axis in axes for dense in _EXPERT_TO_DENSE_AXES.get(axis, (axis,)))
     if not axes:
         return 1, 1
     if axes[0] not in _AMONG_EXPERTS:

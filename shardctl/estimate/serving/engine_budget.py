@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
     from shardctl.estimate.workload import EngineBudget
 
-_ROUNDING: Final = "blocks of weights, rounded up"
-_BLOCK: Final = 2 * MIB
+_WEIGHT_ROUNDING_TERM: Final = "blocks of weights, rounded up"
+_ALLOCATOR_BLOCK_BYTES: Final = 2 * MIB
 """Bytes whose multiples torch's allocator gives to tensors of 10 MiB and more."""
-_KEPT: Final = "kept free by the engine"
-_SOURCES: Final = {
+_ENGINE_RESERVE_TERM: Final = "kept free by the engine"
+_BUDGET_SOURCES: Final = {
     "vllm": "vLLM 0.32, v1/worker/utils.py, request_memory, and v1/worker/gpu_worker.py, determine_available_memory",
     "sglang": "SGLang 0.5, model_executor/model_runner_kv_cache_mixin.py, profile_max_num_token",
 }
@@ -36,7 +36,7 @@ _SOURCES: Final = {
 _H100_BYTES: Final = 70 << 30
 _B200_BYTES: Final = 160 << 30
 """From so many bytes of device memory on, vLLM's defaults are larger."""
-_AMPERE: Final = 8.0
+_A100_COMPUTE_CAPABILITY: Final = 8.0
 """The compute capability of an A100, which has the defaults of smaller devices since 0.9 (vllm-project/vllm#17885)."""
 
 
@@ -56,17 +56,17 @@ class EngineRules:
     """Rows of fp32 logits that Triton's programs keep, one each, at most one for each sequence."""
 
 
-_SORTED: Final = (35, 97, 120)
+_SORTING_SAMPLER_TENTHS: Final = (35, 97, 120)
 """Without Triton, top-p sorts the logits, with int64 indices; FlashInfer, where it is enabled, does not."""
-_UNSORTED: Final = (35, 35, 60)
+_UNSORTED_SAMPLER_TENTHS: Final = (35, 35, 60)
 """Logits in 16 bits, in fp32, probabilities and noise, or FlashInfer's masked logits: 14 bytes of each logit."""
-_FUSED: Final = (15, 15, 40)
+_RUNNER_V2_SAMPLER_TENTHS: Final = (15, 15, 40)
 """Model Runner V2 profiles logits in 16 bits and in fp32, without top-k and top-p (v1/worker/gpu/model_runner.py,
 `_dummy_sampler_run`); in use, the fp32 logits are masked in place."""
-_EITHER: Final = (15, 35, 60)
+_EITHER_RUNNER_SAMPLER_TENTHS: Final = (15, 35, 60)
 """Versions in which the class decides between both model runners."""
-_ANY: Final = (15, 35, 97)
-_PROGRAMS: Final = 132
+_ANY_VERSION_SAMPLER_TENTHS: Final = (15, 35, 97)
+_TRITON_SAMPLER_PROGRAMS: Final = 132
 """Multiprocessors of an H100: programs of v1/sample/ops/topk_topp_triton.py, whose buffer stays."""
 
 
@@ -79,23 +79,29 @@ def get_engine_rules(version: tuple[int, int] | None) -> EngineRules:
     (False, 0.92)
     """
     if version is None:
-        return EngineRules(0.92, graphs_inside=True, ahead=1, sampler=_ANY, sampler_rows=_PROGRAMS)
+        return EngineRules(
+            0.92,
+            graphs_inside=True,
+            ahead=1,
+            sampler=_ANY_VERSION_SAMPLER_TENTHS,
+            sampler_rows=_TRITON_SAMPLER_PROGRAMS,
+        )
     if version < (0, 12):
-        sampler = _SORTED
+        sampler = _SORTING_SAMPLER_TENTHS
     elif version < (0, 14):
-        sampler = _UNSORTED  # FlashInfer, which these versions require, samples unless it is disabled
+        sampler = _UNSORTED_SAMPLER_TENTHS  # FlashInfer, which these versions require, samples unless it is disabled
     elif version < (0, 17):
-        sampler = _SORTED  # FlashInfer must be enabled
+        sampler = _SORTING_SAMPLER_TENTHS  # FlashInfer must be enabled
     elif version < (0, 23):
-        sampler = _UNSORTED
+        sampler = _UNSORTED_SAMPLER_TENTHS
     else:
-        sampler = _EITHER if version < (0, 28) else _FUSED
+        sampler = _EITHER_RUNNER_SAMPLER_TENTHS if version < (0, 28) else _RUNNER_V2_SAMPLER_TENTHS
     return EngineRules(
         utilization=0.9 if version < (0, 20) else 0.92,
         graphs_inside=version >= (0, 20),
         ahead=int(version >= (0, 14)),
         sampler=sampler,
-        sampler_rows=_PROGRAMS if (0, 17) <= version < (0, 28) else 0,
+        sampler_rows=_TRITON_SAMPLER_PROGRAMS if (0, 17) <= version < (0, 28) else 0,
     )
 
 
@@ -107,7 +113,9 @@ def choose_batch_limits(budget: EngineBudget) -> tuple[int, int]:
     recent = budget.version is None or budget.version >= (0, 29)
     if recent and budget.usable >= _B200_BYTES:
         return 1024, 16384
-    a100 = budget.compute_capability == _AMPERE and (budget.version is None or budget.version >= (0, 9))
+    a100 = budget.compute_capability == _A100_COMPUTE_CAPABILITY and (
+        budget.version is None or budget.version >= (0, 9)
+    )
     return (256, 2048) if a100 or budget.usable < _H100_BYTES else (1024, 8192)
 
 
@@ -115,7 +123,7 @@ _OUTSIDE_TORCH: Final = {False: (48 * MIB, 256 * MIB, 640 * MIB), True: (256 * M
 """Bytes outside of torch that appear while vLLM profiles, by whether tp ranks reduce over NVLink: the least, the usual
 and the most. Modules of kernels and cuBLAS's workspaces; with tp also NCCL's channels, which open at the first use, and
 the buffers of fused reductions."""
-_LINKED: Final = frozenset({8.0, 9.0, 10.0, 10.3})
+_NVLINK_COMPUTE_CAPABILITIES: Final = frozenset({8.0, 9.0, 10.0, 10.3})
 """Compute capabilities of devices that NVLink joins: A100, H100 and H200, B200, B300."""
 
 
@@ -126,7 +134,7 @@ def build_outside_term(budget: EngineBudget, tp: int) -> MemoryTerm | None:
     """
     if budget.engine != "vllm" or (budget.version is not None and budget.version < (0, 9)):
         return None
-    linked = tp > 1 and budget.compute_capability in _LINKED
+    linked = tp > 1 and budget.compute_capability in _NVLINK_COMPUTE_CAPABILITIES
     low, usual, high = _OUTSIDE_TORCH[linked]
     if tp > 1 and not linked:
         high = _OUTSIDE_TORCH[True][2]
@@ -147,14 +155,14 @@ def build_rounding_term(layers: int) -> MemoryTerm:
     """Build the term of what SGLang finds occupied beyond the weights of so many layers, each of four matrices."""
     matrices = 4 * layers + 2
     return MemoryTerm(
-        _ROUNDING,
+        _WEIGHT_ROUNDING_TERM,
         "runtime",
-        _BLOCK // 2 * matrices,
+        _ALLOCATOR_BLOCK_BYTES // 2 * matrices,
         "matrices * block / 2",
-        {"matrices": matrices, "block": _BLOCK},
+        {"matrices": matrices, "block": _ALLOCATOR_BLOCK_BYTES},
         "torch 2.13, c10/core/AllocatorConfig.h, kRoundLarge; half a block for q, k, v together, the output, gate and "
         "up together, and down. SGLang's logs: 0.11 to 0.28 GiB more than the weights (docs/benchmarks/estimates.md)",
-        interval=(0, _BLOCK * matrices),
+        interval=(0, _ALLOCATOR_BLOCK_BYTES * matrices),
         counter="reserved",
     )
 
@@ -170,7 +178,7 @@ def count_engine_room(budget: EngineBudget, terms: Iterable[MemoryTerm]) -> tupl
 
     `terms` are all that a rank needs but for caches.
     """
-    some = [term for term in terms if term.name != _KEPT]
+    some = [term for term in terms if term.name != _ENGINE_RESERVE_TERM]
     if budget.engine == "vllm":
         outside = _list_outside_names(budget)
         inside = [term for term in some if term.name not in outside]
@@ -179,7 +187,7 @@ def count_engine_room(budget: EngineBudget, terms: Iterable[MemoryTerm]) -> tupl
             whole - sum(sizes) for sizes in zip(*((t.nbytes, t.high, t.low) for t in inside), strict=True)
         )
         return usual, low, high
-    inside = [term for term in some if term.category == "weights" or term.name == _ROUNDING]
+    inside = [term for term in some if term.category == "weights" or term.name == _WEIGHT_ROUNDING_TERM]
     fixed = [term for term in some if term.name in {CONTEXT, COMMUNICATORS}]
     found = []
     for pick in (lambda t: t.nbytes, lambda t: t.high, lambda t: t.low):
@@ -200,16 +208,19 @@ def build_reserve_term(budget: EngineBudget, terms: Iterable[MemoryTerm]) -> Mem
         beside = sum(term.nbytes for term in some if term.name in outside)
         left, formula = budget.usable - ceil(budget.usable * budget.utilization), "(1 - u) * memory"
     else:
-        beside = sum(term.nbytes for term in some if term.category != "kv cache" and term.name != _ROUNDING) - fixed
+        beside = (
+            sum(term.nbytes for term in some if term.category != "kv cache" and term.name != _WEIGHT_ROUNDING_TERM)
+            - fixed
+        )
         left = ceil((budget.usable - fixed) * (1 - budget.utilization))
         formula = "(1 - u) * (memory - context - communicators)"
     kept = max(0, left - beside)
     return MemoryTerm(
-        _KEPT,
+        _ENGINE_RESERVE_TERM,
         "runtime",
         kept,
         f"max(0, {formula} - beside)",
         {"u": budget.utilization, "memory": budget.usable, "beside": beside},
-        _SOURCES[budget.engine],
+        _BUDGET_SOURCES[budget.engine],
         interval=(kept, kept),
     )

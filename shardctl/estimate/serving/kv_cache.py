@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shardctl.estimate.workload import ServingWorkload
     from shardctl.tensors.mesh import Mesh
 
-_PAGES: Final = "pages of the cache: vLLM, v1/kv_cache_interface.py"
+_CACHE_PAGES_SOURCE: Final = "pages of the cache: vLLM, v1/kv_cache_interface.py"
 
 
 @value_class
@@ -127,7 +127,7 @@ def _list_terms(
                 elements * work.batch * rank * cached.bits // 8,
                 f"{_format_elements(kind)} * B * ceil(ceil(c / p) / cp) * p * bytes",
                 {**_collect_head_symbols(some, tp), "cp": cp, **common},
-                _PAGES,
+                _CACHE_PAGES_SOURCE,
             )
     yield from _list_besides(found, work, cp, cached)
     for window in sorted({one.window for one in found if one.window is not None}):
@@ -141,8 +141,8 @@ def _list_terms(
             f"{_format_elements('latent' if any(one.latent for one in some) else 'full')} * min(B * ceil(c / p), "
             "B * (ceil(min(c, w - 1) / p) + 1) + ceil(n / p)) * p * bytes",
             {**_collect_head_symbols(some, tp), **common, "w": window, "n": work.batched_tokens},
-            f"SlidingWindowSpec, {_PAGES}; at least what transformers' DynamicSlidingWindowLayer keeps, at most all "
-            "tokens, where an engine reserves full pages",
+            f"SlidingWindowSpec, {_CACHE_PAGES_SOURCE}; at least what transformers' DynamicSlidingWindowLayer keeps, at"
+            " most all tokens, where an engine reserves full pages",
             interval=None if work.context < window else (kept[0], kept[2]),
         )
     for pictured in sorted({one.pictured for one in found if one.pictured}):
@@ -167,7 +167,7 @@ def _list_terms(
             elements * work.batch * tokens * cached.bits // 8,
             f"{_format_elements('full')} * B * ceil(s / p) * p * bytes",
             {**_collect_head_symbols(crossing, tp), **common, "s": source},
-            f"CrossAttentionSpec, {_PAGES}",
+            f"CrossAttentionSpec, {_CACHE_PAGES_SOURCE}",
         )
     states = Counter(layer.state for layer in layers if layer.state is not None)
     past = sum(layer.past for layer in layers)
@@ -225,9 +225,11 @@ def _build_vector_term(
             "p": work.page,
             "bytes": float(cached.bits / 8),
         },
-        f"transformers' cache, which has the model's type; of vLLM's a vector has {some.packed} bytes"
-        if some.packed
-        else f"transformers' cache; {_PAGES}, tokens_per_state",
+        (
+            f"transformers' cache, which has the model's type; of vLLM's a vector has {some.packed} bytes"
+            if some.packed
+            else f"transformers' cache; {_CACHE_PAGES_SOURCE}, tokens_per_state"
+        ),
         interval=(min(kept, packed), max(kept, packed)) if some.packed and some.tokens == 1 else (least, kept),
     )
 
@@ -253,7 +255,8 @@ def _build_waiting_term(
             "p": work.page,
             "n": work.batched_tokens,
         },
-        f"SlidingWindowMLASpec, {_PAGES}, in fp32; transformers keeps what is left over, in the model's type",
+        f"SlidingWindowMLASpec, {_CACHE_PAGES_SOURCE}, in fp32; transformers keeps what is left over, in the model's"
+        " type",
         interval=(min(least, kept), kept),
     )
 

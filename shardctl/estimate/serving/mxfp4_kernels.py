@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 _HOPPER, _BLACKWELL, _AFTER_BLACKWELL = 9.0, 10.0, 11.0
 """Compute capabilities of H100 and H200, of B200 and B300, and the first that Triton's kernels do not know."""
-_BLOCK: Final = 32
+_SCALE_BLOCK_ELEMENTS: Final = 32
 """Elements that share a scale of one byte."""
-_TERM: Final = "padding of MXFP4 kernels"
-_SOURCE: Final = (
+_KERNEL_PADDING_TERM: Final = "padding of MXFP4 kernels"
+_KERNEL_PADDING_SOURCE: Final = (
     "vLLM, quantization/mxfp4.py and fused_moe/oracle/mxfp4.py; logs of gpt-oss-120b on one H100: 65.97 GiB with "
     "Marlin (0.10.1, vllm-project/vllm issue 23278), 64.38 with Triton (0.14.1, issue 33155)"
 )
@@ -49,17 +49,17 @@ class ExpertKernel:
         """Count the bytes of one expert: gate and up together, and down."""
         wide, narrow = _round_up(hidden, self.hidden), _round_up(intermediate, self.intermediate)
         values = 3 * wide * narrow // 2
-        loaded = 3 * wide * narrow // _BLOCK
-        scales = _round_up(2 * narrow, self.scale_rows) * (wide // _BLOCK) + _round_up(wide, self.scale_rows) * (
-            narrow // _BLOCK
-        )
+        loaded = 3 * wide * narrow // _SCALE_BLOCK_ELEMENTS
+        scales = _round_up(2 * narrow, self.scale_rows) * (wide // _SCALE_BLOCK_ELEMENTS) + _round_up(
+            wide, self.scale_rows
+        ) * (narrow // _SCALE_BLOCK_ELEMENTS)
         return values + scales + loaded * self.copied_scales + self.bias * (2 * narrow + wide)
 
 
-_MARLIN: Final = ExpertKernel("Marlin", 128, 256)
-_TRTLLM: Final = ExpertKernel("FlashInfer's TRTLLM kernel", 128, 256, bias=4)
+_MARLIN_KERNEL: Final = ExpertKernel("Marlin", 128, 256)
+_TRTLLM_KERNEL: Final = ExpertKernel("FlashInfer's TRTLLM kernel", 128, 256, bias=4)
 _WIDE_TRTLLM: Final = ExpertKernel("FlashInfer's TRTLLM kernel", 256, 256, bias=4)
-_TRITON: Final = ExpertKernel("Triton", 64, bias=4, scale_rows=256)
+_TRITON_KERNEL: Final = ExpertKernel("Triton", 64, bias=4, scale_rows=256)
 _COPYING_TRITON: Final = ExpertKernel("Triton", 64, bias=4, scale_rows=256, copied_scales=True)
 
 
@@ -76,17 +76,17 @@ def list_kernels(version: tuple[int, int] | None, compute_capability: float) -> 
         return tuple(dict.fromkeys((*old, *new)))
     # Triton's kernels come with vLLM since 0.12; before, somebody had to install them.
     bundled = version >= (0, 12)
-    triton = _COPYING_TRITON if version < (0, 24) else _TRITON
-    flashinfer = _WIDE_TRTLLM if version < (0, 26) else _TRTLLM
+    triton = _COPYING_TRITON if version < (0, 24) else _TRITON_KERNEL
+    flashinfer = _WIDE_TRTLLM if version < (0, 26) else _TRTLLM_KERNEL
     if not compute_capability:
-        return _MARLIN, triton, flashinfer
+        return _MARLIN_KERNEL, triton, flashinfer
     if compute_capability < _HOPPER or (compute_capability >= _AFTER_BLACKWELL and bundled):
-        return (_MARLIN,)
+        return (_MARLIN_KERNEL,)
     if compute_capability >= _AFTER_BLACKWELL:
-        return _MARLIN, triton
+        return _MARLIN_KERNEL, triton
     if compute_capability >= _BLACKWELL:
-        return (flashinfer,) if bundled else (flashinfer, triton, _MARLIN)
-    return (triton,) if bundled else (_MARLIN, triton)
+        return (flashinfer,) if bundled else (flashinfer, triton, _MARLIN_KERNEL)
+    return (triton,) if bundled else (_MARLIN_KERNEL, triton)
 
 
 def build_padding_term(anatomy: LayerGraph, holding: RankShards, mesh: Mesh, budget: EngineBudget) -> MemoryTerm | None:
@@ -105,7 +105,7 @@ def build_padding_term(anatomy: LayerGraph, holding: RankShards, mesh: Mesh, bud
     # What SGLang makes of them was not read: it may be nothing.
     usual, low = (sizes[0], min(sizes)) if budget.engine == "vllm" else (0, 0)
     return MemoryTerm(
-        _TERM,
+        _KERNEL_PADDING_TERM,
         "weights",
         usual,
         "experts * kernel - stored",
@@ -116,7 +116,7 @@ def build_padding_term(anatomy: LayerGraph, holding: RankShards, mesh: Mesh, bud
             "intermediate": intermediate,
             "stored": nbytes,
         },
-        _SOURCE,
+        _KERNEL_PADDING_SOURCE,
         interval=(low, max(sizes)) if low < max(sizes) else None,
     )
 

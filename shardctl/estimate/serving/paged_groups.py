@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from shardctl.estimate.workload import ServingWorkload
 
-_PADDED: Final = Fraction(3, 2)
+_MAX_PADDING_RATIO: Final = Fraction(3, 2)
 """Kinds with less than so many times the layers of the rarest are padded to the most instead."""
-_SOURCE: Final = "vLLM 0.32, v1/core/kv_cache_utils.py: groups of layers that share a pool of blocks"
+_LAYER_GROUPS_SOURCE: Final = "vLLM 0.32, v1/core/kv_cache_utils.py: groups of layers that share a pool of blocks"
 
 
 @value_class
@@ -84,7 +84,7 @@ def list_grouped_terms(
                 "page": float(kind.page),
                 "tokens of a block": kind.tokens,
             },
-            _SOURCE,
+            _LAYER_GROUPS_SOURCE,
             interval=(round(pages * least * kind.page), round(pages * blocks * kind.page)) if least < blocks else None,
         )
 
@@ -112,7 +112,7 @@ def _group_layers(kinds: dict[CachedLayer, list[int]]) -> list[tuple[CachedLayer
     """Group the layers of each kind, so that groups have as many layers as the rarest kind."""
     counts = [len(numbers) for numbers in kinds.values()]
     size = min(counts, default=1)
-    if max(counts, default=0) < size * _PADDED:
+    if max(counts, default=0) < size * _MAX_PADDING_RATIO:
         size = max(counts, default=1)
     return [
         (kind, numbers[start :: -(-len(numbers) // size)])

@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 MOST: Final = 1 << 40
 """No context and no batch is larger; what fits this fits anything."""
-_STREAM: Final = 4
+_HIDDEN_STATES_PER_LAYER: Final = 4
 """Hidden states of all tokens that a layer has beside those of its MLP: its input, the residual, the normalised ones
 and the output of the attention."""
-_HIDDEN: Final = 9
+_RETAINED_HIDDEN_TENTHS: Final = 9
 """Tenths of the hidden states that stay while sampling."""
-_PASS: Final = (60, 100, 130)
+_FORWARD_PASS_PERCENT: Final = (60, 100, 130)
 """Hundredths of the modelled forward pass to be expected: a compiled graph reuses buffers, eager code keeps more."""
 
 
@@ -246,14 +246,14 @@ def _list_forward_terms(
             "n * elements * bytes",
             {"n": n, "elements": elements, "bytes": bits / 8, "h": widest.hidden, **_count_part_elements(widest, mesh)},
             "buffers of one layer of vLLM: 4 h and its attention's or its MLP's, whichever are more",
-            interval=(peak * _PASS[0] // 100, peak * _PASS[2] // 100),
+            interval=(peak * _FORWARD_PASS_PERCENT[0] // 100, peak * _FORWARD_PASS_PERCENT[2] // 100),
         )
     last = holding.layers.stop == len(anatomy.layers)
     if not (last and anatomy.generates and anatomy.vocabulary):
         return
     rows = max(work.batch, work.rows or 0)
     logits = 4 * rows * anatomy.vocabulary
-    hidden = tokens * anatomy.hidden * bits // 8 * _HIDDEN // 10
+    hidden = tokens * anatomy.hidden * bits // 8 * _RETAINED_HIDDEN_TENTHS // 10
     rules = get_engine_rules(work.budget.version if work.budget is not None else None)
     kept = min(rows, rules.sampler_rows)
     hidden += 4 * kept * anatomy.vocabulary
@@ -283,7 +283,9 @@ def _list_forward_terms(
 
 def _count_peak_elements(layer: ModelLayer, mesh: Mesh) -> int:
     """Count elements per token at the peak of a layer."""
-    return _STREAM * layer.hidden * layer.streams + max(_count_part_elements(layer, mesh).values(), default=0)
+    return _HIDDEN_STATES_PER_LAYER * layer.hidden * layer.streams + max(
+        _count_part_elements(layer, mesh).values(), default=0
+    )
 
 
 def _count_part_elements(layer: ModelLayer, mesh: Mesh) -> dict[str, int]:

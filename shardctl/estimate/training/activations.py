@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from shardctl.tensors.mesh import Mesh
 
 
-_NAMES: Final[Mapping[Group, str]] = {
+_ACTIVATION_GROUP_LABELS: Final[Mapping[Group, str]] = {
     "norms": "kept by norms",
     "attention": "kept by attention",
     "recurrent": "kept by recurrent layers and their kernels",
@@ -45,7 +45,7 @@ _NAMES: Final[Mapping[Group, str]] = {
     "further": "kept by what other families have not",
     "dropout": "dropout masks",
 }
-_SKEW: Final = 1.3
+_EXPERT_LOAD_SKEW: Final = 1.3
 """How much more than an even part of the tokens a rank's experts are expected to get at most; routers are trained to
 balance, and do so within some tens of percent."""
 
@@ -89,7 +89,7 @@ class BackwardEvent:
     """Microbatches in flight, this one included."""
 
 
-_FROZEN: Final = 0.6
+_FROZEN_LOWER_BOUND_FACTOR: Final = 0.6
 """The least of it that a model keeps of which some matrices are not trained, where nobody knows what those read."""
 
 
@@ -289,7 +289,9 @@ class RankActivations:
             for name, amount in kind.kept.items() if times else ():
                 kept[name] = kept.get(name, ByteAmount()) + amount.times(times)
         for name, amount in kept.items():
-            yield from self._term(name, amount, moment.flights if whole else 1, skewed=name == _NAMES["experts"])
+            yield from self._term(
+                name, amount, moment.flights if whole else 1, skewed=name == _ACTIVATION_GROUP_LABELS["experts"]
+            )
         yield from self._term("dropout mask of the embedding", self.embedding, moment.flights)
         yield from self._term("kept by the head and the loss", self.head, self.losses - (not moment.with_head))
         yield from self._term("kept by multi-token prediction layers", self.predicting, self._count_predicting(moment))
@@ -372,8 +374,11 @@ class RankActivations:
                 return {name: ByteAmount()}, again + fetched.times(2)
             return {name: self._amount(some, sizes, flags)}, again
         selective = recompute == "selective" and "core_attn" in self.work.recompute_modules
-        kept = {_NAMES[g]: self._amount(groups.get(g, ()), sizes, flags, core=not selective) for g in GROUPS}
-        kept[_NAMES["further"]] += further
+        kept = {
+            _ACTIVATION_GROUP_LABELS[g]: self._amount(groups.get(g, ()), sizes, flags, core=not selective)
+            for g in GROUPS
+        }
+        kept[_ACTIVATION_GROUP_LABELS["further"]] += further
         core = [saved for g in groups.values() for saved in g if saved.core] if selective else []
         return kept, self._amount(core, sizes, flags)
 
@@ -397,10 +402,14 @@ class RankActivations:
                 ]
                 gone.update(whole)
                 amount = self._amount((*whole, *checkpoint.partly.get(group, ())), sizes, flags)
-                less[_NAMES[group]] = less.get(_NAMES[group], ByteAmount()) + amount.without()
+                less[_ACTIVATION_GROUP_LABELS[group]] = (
+                    less.get(_ACTIVATION_GROUP_LABELS[group], ByteAmount()) + amount.without()
+                )
                 again[group == "attention"] += amount.times(2 if checkpoint.frees_output else 1)
             more = self._amount(checkpoint.instead, sizes, flags)
-            less[_NAMES["attention"]] = less.get(_NAMES["attention"], ByteAmount()) + more
+            less[_ACTIVATION_GROUP_LABELS["attention"]] = (
+                less.get(_ACTIVATION_GROUP_LABELS["attention"], ByteAmount()) + more
+            )
         return less, again[False], again[True]
 
     def _head(self) -> ByteAmount:
@@ -464,7 +473,7 @@ class RankActivations:
         skewed: bool,
     ) -> MemoryTerm:
         low, high = widen_for_compiler(self.runtime.spread, self.work)
-        low *= _FROZEN if self.unsure else 1
+        low *= _FROZEN_LOWER_BOUND_FACTOR if self.unsure else 1
         return MemoryTerm(
             name,
             category,
@@ -472,7 +481,7 @@ class RankActivations:
             formula,
             inputs,
             f"profile {self.work.profile}: {self.runtime.source}",
-            (round(nbytes * low), round(nbytes * high * (_SKEW if skewed else 1))),
+            (round(nbytes * low), round(nbytes * high * (_EXPERT_LOAD_SKEW if skewed else 1))),
         )
 
 

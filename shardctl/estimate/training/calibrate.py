@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 UNKNOWNS: Final = 2
 """Coefficients that are fitted, and so the least measurements that can be fitted to."""
-_MODELLED: Final = frozenset({"activations", "workspace"})
-_WHOLE: Final = frozenset({"sequence", "micro_batch", "microbatches", "virtual_stages", "recompute_every"})
-_SWITCHES: Final = frozenset(
+_CALIBRATED_CATEGORIES: Final = frozenset({"activations", "workspace"})
+_INTEGER_KEYS: Final = frozenset({"sequence", "micro_batch", "microbatches", "virtual_stages", "recompute_every"})
+_BOOLEAN_KEYS: Final = frozenset(
     {
         "sequence_parallel",
         "offload_parameters",
@@ -45,7 +45,7 @@ _SWITCHES: Final = frozenset(
         "float8_gathered",
     }
 )
-_CHOICES: Final[Mapping[str, tuple[object, ...]]] = {
+_CHOICES_BY_KEY: Final[Mapping[str, tuple[object, ...]]] = {
     "profile": PROFILES,
     "attention": get_args(AttentionKernel),
     "recompute": get_args(Recompute),
@@ -58,11 +58,11 @@ _CHOICES: Final[Mapping[str, tuple[object, ...]]] = {
     "allocator": get_args(Allocator),
     "zero": (0, 1, 2, 3),
 }
-_MODULES: Final = get_args(RecomputedModule)
+_RECOMPUTED_MODULE_NAMES: Final = get_args(RecomputedModule)
 """What `recompute_modules`, a list, may name."""
-_MOMENTS: Final = ("F32", "F16", "BF16", "F8_E4M3")
+_MOMENT_DTYPE_NAMES: Final = ("F32", "F16", "BF16", "F8_E4M3")
 """What `moment_dtypes`, a list of two, may name."""
-_TEXTS: Final = frozenset({"optimizer", "dtype", "gradient_dtype"})
+_STRING_KEYS: Final = frozenset({"optimizer", "dtype", "gradient_dtype"})
 
 
 @value_class
@@ -129,7 +129,7 @@ class FittedCalibration:
         off = self.worst_after * max((line.measurement.peak for line in self.lines), default=0)
         found = []
         for term in terms:
-            if term.tier == "device" and term.category in _MODELLED:
+            if term.tier == "device" and term.category in _CALIBRATED_CATEGORIES:
                 size = term.nbytes * self.scale
                 spread = min(1, off / size) if size else 0
                 interval = (round(size * (1 - spread)), round(size * (1 + spread)))
@@ -184,12 +184,14 @@ def parse_measurements(text: str, work: TrainingWorkload, mesh: Mesh | None = No
 
 def _parse_measurement(text: str, number: int, work: TrainingWorkload, mesh: Mesh) -> PeakMeasurement:
     where = f"line {number} of the measurements"
-    values = parse_json(text.encode(), where, CONFIG_TEXT, hint=_HINT)
+    values = parse_json(text.encode(), where, CONFIG_TEXT, hint=_MEASUREMENT_FORMAT_HINT)
     if not isinstance(values, dict):
-        raise SourceError(f"{where} is not a JSON object", hint=_HINT)
+        raise SourceError(f"{where} is not a JSON object", hint=_MEASUREMENT_FORMAT_HINT)
     peak = values.pop("peak", None)
     if not _is_positive_integer(peak):
-        raise SourceError(f"{where} has peak = {peak!r} where a number of bytes is expected", hint=_HINT)
+        raise SourceError(
+            f"{where} has peak = {peak!r} where a number of bytes is expected", hint=_MEASUREMENT_FORMAT_HINT
+        )
     counter = values.pop("counter", "allocated")
     if counter not in COUNTERS:
         raise SourceError(
@@ -212,38 +214,42 @@ def _parse_measurement(text: str, number: int, work: TrainingWorkload, mesh: Mes
     return PeakMeasurement(mesh, replace(work, **values), cast("int", peak), number, cast("Counter", counter))
 
 
-_HINT: Final = 'a line is such as {"sequence": 4096, "micro_batch": 1, "mesh": "tp=2", "peak": 20000000000}'
+_MEASUREMENT_FORMAT_HINT: Final = (
+    'a line is such as {"sequence": 4096, "micro_batch": 1, "mesh": "tp=2", "peak": 20000000000}'
+)
 
 
-_LARGEST: Final = 2**63 - 1
+_MAX_INTEGER_VALUE: Final = 2**63 - 1
 """No number of bytes, tokens or steps is beyond."""
 
 
 def _is_positive_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= _LARGEST
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= _MAX_INTEGER_VALUE
 
 
 def _check_field(key: str, value: object, where: str) -> None:
     """Raise SourceError unless `value` is one that the field `key` of `TrainingWorkload` may have."""
-    if key in _WHOLE:
+    if key in _INTEGER_KEYS:
         good, expected = _is_positive_integer(value), "a positive whole number"
-    elif key in _SWITCHES:
+    elif key in _BOOLEAN_KEYS:
         good, expected = isinstance(value, bool), "true or false"
-    elif key in _CHOICES:
-        good = value in _CHOICES[key] and not isinstance(value, bool)
-        expected = f"one of {', '.join(map(str, _CHOICES[key]))}"
-    elif key in _TEXTS:
+    elif key in _CHOICES_BY_KEY:
+        good = value in _CHOICES_BY_KEY[key] and not isinstance(value, bool)
+        expected = f"one of {', '.join(map(str, _CHOICES_BY_KEY[key]))}"
+    elif key in _STRING_KEYS:
         good, expected = isinstance(value, str), "a string"
     elif key == "recompute_modules":
-        good = isinstance(value, list) and bool(value) and all(name in _MODULES for name in value)
-        expected = f"a list of {', '.join(_MODULES)}"
+        good = isinstance(value, list) and bool(value) and all(name in _RECOMPUTED_MODULE_NAMES for name in value)
+        expected = f"a list of {', '.join(_RECOMPUTED_MODULE_NAMES)}"
     elif key == "moment_dtypes":
         good = isinstance(value, list) and len(value) == len(("exp_avg", "exp_avg_sq"))
-        good = good and all(name in _MOMENTS for name in cast("list[object]", value))
-        expected = f"a list of two of {', '.join(_MOMENTS)}"
+        good = good and all(name in _MOMENT_DTYPE_NAMES for name in cast("list[object]", value))
+        expected = f"a list of two of {', '.join(_MOMENT_DTYPE_NAMES)}"
     else:
         lists = ("recompute_modules", "moment_dtypes")
-        known = sorted({"mesh", "peak", "counter", *lists, *_WHOLE, *_SWITCHES, *_CHOICES, *_TEXTS})
+        known = sorted(
+            {"mesh", "peak", "counter", *lists, *_INTEGER_KEYS, *_BOOLEAN_KEYS, *_CHOICES_BY_KEY, *_STRING_KEYS}
+        )
         raise SourceError(f"{where} has an unknown key {key!r}", hint=f"the keys are {', '.join(known)}")
     if not good:
         raise SourceError(f"{where} has {key} = {value!r} where {expected} is expected")
@@ -269,7 +275,7 @@ def fit_calibration(
         )
     guesses = [tuple(estimate(measurement)) for measurement in measurements]
     modelled = [_sum_modelled(terms) for terms in guesses]
-    if max(modelled) - min(modelled) <= _ALIKE * max(modelled):
+    if max(modelled) - min(modelled) <= _MIN_RELATIVE_DIFFERENCE * max(modelled):
         raise UsageError(
             "the measured runs have activations of one size, so their factor cannot be told from a constant overhead",
             hint="measure runs that differ in sequence or micro batch",
@@ -282,7 +288,7 @@ def fit_calibration(
     ]
     scale, overhead = _solve_least_squares(rows)
     if not scale:
-        raise UsageError(_explain_no_fit(measurements, exact), hint=_DIFFERS)
+        raise UsageError(_explain_no_fit(measurements, exact), hint=_MEASUREMENT_MISMATCH_HINT)
     lines = tuple(
         CalibrationLine(run, before, round(rest + scale * size + overhead))
         for run, before, rest, size in zip(measurements, whole, exact, modelled, strict=True)
@@ -298,13 +304,15 @@ def _explain_no_fit(measurements: Sequence[PeakMeasurement], exact: Sequence[int
     return "the measured peaks do not grow with the activations"
 
 
-_DIFFERS: Final = "peaks are bytes of the heaviest rank; each line says where its run differs from the options"
-_ALIKE: Final = 0.01
+_MEASUREMENT_MISMATCH_HINT: Final = (
+    "peaks are bytes of the heaviest rank; each line says where its run differs from the options"
+)
+_MIN_RELATIVE_DIFFERENCE: Final = 0.01
 """Differences of activations below this, relative to the largest, are within what measurements vary by."""
 
 
 def _sum_modelled(terms: Iterable[MemoryTerm]) -> int:
-    return sum(term.nbytes for term in terms if term.tier == "device" and term.category in _MODELLED)
+    return sum(term.nbytes for term in terms if term.tier == "device" and term.category in _CALIBRATED_CATEGORIES)
 
 
 def _solve_least_squares(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float]:

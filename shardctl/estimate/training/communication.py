@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
 _SHARE_ALL: Final = 3
 """The ZeRO stage that shares parameters, too."""
-_ZERO: Final = "Rajbhandari et al. 2020, sec. 7"
-_TENSOR: Final = "Shoeybi et al. 2019, sec. 3; Korthikanti et al. 2022, sec. 4.2.2"
-_PIPELINE: Final = "Narayanan et al. 2021, sec. 3.2 and 4.1"
-_EXPERT: Final = "Lepikhin et al. 2020, sec. 3.2; DeepSeek-AI 2024, sec. 3.2.2"
-_CONTEXT: Final = "Liu et al. 2023 (ring attention), sec. 3"
+_ZERO_PAPER_SOURCE: Final = "Rajbhandari et al. 2020, sec. 7"
+_TENSOR_PARALLEL_SOURCE: Final = "Shoeybi et al. 2019, sec. 3; Korthikanti et al. 2022, sec. 4.2.2"
+_PIPELINE_PARALLEL_SOURCE: Final = "Narayanan et al. 2021, sec. 3.2 and 4.1"
+_EXPERT_PARALLEL_SOURCE: Final = "Lepikhin et al. 2020, sec. 3.2; DeepSeek-AI 2024, sec. 3.2.2"
+_CONTEXT_PARALLEL_SOURCE: Final = "Liu et al. 2023 (ring attention), sec. 3"
 
 
 @value_class
@@ -166,7 +166,7 @@ def _build_collective(
         hidden=True,
         formula=f"{factor if factor > 1 else ''}(n-1)/n * whole * m",
         inputs={"n": ranks, "whole": nbytes, "m": times},
-        source=_ZERO,
+        source=_ZERO_PAPER_SOURCE,
     )
 
 
@@ -282,12 +282,18 @@ class _ActivationSender:
                 nbytes,
                 count,
                 formula=f"{'' if self.scattered else '2'}(n-1)/n * sums * tokens * hidden * bytes * m",
-                source=_TENSOR,
+                source=_TENSOR_PARALLEL_SOURCE,
             )
         if not self.backward and self.last and self.anatomy.generates:
             logits = self.tokens * self.anatomy.vocabulary * self.width
             yield self.traffic(
-                "logits", "tp", "all-gather", logits, 1, formula="(n-1)/n * tokens * V * bytes", source=_TENSOR
+                "logits",
+                "tp",
+                "all-gather",
+                logits,
+                1,
+                formula="(n-1)/n * tokens * V * bytes",
+                source=_TENSOR_PARALLEL_SOURCE,
             )
 
     def sums(self, layer: ModelLayer) -> int:
@@ -318,7 +324,7 @@ class _ActivationSender:
             nbytes,
             ahead + back,
             formula="chunks sent * tokens * hidden * bytes * m" + (" / tp" if shared > 1 else ""),
-            source=_PIPELINE,
+            source=_PIPELINE_PARALLEL_SOURCE,
         )
 
     def over_ep(self) -> Iterator[RankTraffic]:
@@ -340,7 +346,7 @@ class _ActivationSender:
             2 * passes * routed,
             count,
             formula="2 * passes * (n-1)/n * tokens / tp * chosen * hidden * bytes * m",
-            source=_EXPERT,
+            source=_EXPERT_PARALLEL_SOURCE,
             hidden=self.overlapped,
         )
         shared: tuple[Collective, ...] = ("all-gather", "reduce-scatter")
@@ -352,7 +358,7 @@ class _ActivationSender:
                 passes * routed * self.mesh.etp,
                 count // 2,
                 formula="passes * (n-1) * tokens / tp * chosen * hidden * bytes * m",
-                source=_EXPERT,
+                source=_EXPERT_PARALLEL_SOURCE,
             )
 
     def over_cp(self) -> Iterator[RankTraffic]:
@@ -368,5 +374,5 @@ class _ActivationSender:
             rounds * (ranks - 1) * len(self.layers),
             hidden=True,
             formula="rounds * (n-1) * tokens * (keys + values) / tp * bytes * m",
-            source=_CONTEXT,
+            source=_CONTEXT_PARALLEL_SOURCE,
         )

@@ -19,7 +19,7 @@ USUAL_GRADIENT: Final = 2
 """Bytes of a gradient in mixed precision."""
 _OPTIMIZER, _GRADIENTS, _PARAMETERS = 1, 2, 3
 """The ZeRO stage from which on each is shared."""
-_FORMULAS: Final = (
+_ZERO_STAGE_FORMULAS: Final = (
     ("data parallel", "(w + g + k) * P"),
     ("ZeRO-1", "(w + g) * P + k * P / N"),
     ("ZeRO-2", "w * P + (g + k) * P / N"),
@@ -65,7 +65,7 @@ def list_strategies(
     whole = parameters * (parameter + gradient + optimizer)
     plain = compute_sent_bytes("all-reduce", parameters * gradient, devices)
     found = []
-    for zero, (name, formula) in enumerate(_FORMULAS):
+    for zero, (name, formula) in enumerate(_ZERO_STAGE_FORMULAS):
         held = (
             (own if zero >= _PARAMETERS else parameters) * parameter
             + (own if zero >= _GRADIENTS else parameters) * gradient

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from shardctl.models.tables.layer_features import LayerStyle
 
 COMPILING_HINT: Final = "leave out --compile, which gives an upper bound"
-_NORMS: Final = 2
-_WIDER: Final = (0.85, 1.05)
+_NORMS_PER_LAYER: Final = 2
+_INTERVAL_WIDENING_FACTORS: Final = (0.85, 1.05)
 """How much wider an interval is: buffers of compiled layers were followed on a CPU only, whose kernels are fused in
 another way than those of GPUs."""
 
@@ -39,7 +39,7 @@ def find_uncompiled_part(
         return f"it keeps {layer.further[0].name}"
     if not work.flash:
         return "its attention holds its scores"
-    if not style.norm.startswith("rms") or layer.norms != _NORMS:
+    if not style.norm.startswith("rms") or layer.norms != _NORMS_PER_LAYER:
         return "its norms are not two that divide by the root of the mean square"
     return "" if layer.attention is None or not (layer.attention.gated or layer.attention.sinks) else "it has gates"
 
@@ -48,4 +48,4 @@ def widen_for_compiler(spread: tuple[float, float], work: TrainingWorkload) -> t
     """Return where the truth is to be expected, as factors of the estimate, if something is compiled or in float8."""
     if work.compiled == "none" and work.float8 == "none":
         return spread
-    return spread[0] * _WIDER[0], spread[1] * _WIDER[1]
+    return spread[0] * _INTERVAL_WIDENING_FACTORS[0], spread[1] * _INTERVAL_WIDENING_FACTORS[1]

@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     from shardctl.tensors.mesh import Mesh
 
 MIB: Final = 1 << 20
-_WORKSPACES: Final = (20 * MIB, 96 * MIB, 384 * MIB)
+_CUBLAS_WORKSPACE_BYTES: Final = (20 * MIB, 96 * MIB, 384 * MIB)
 """The least, the usual and the most bytes of workspaces: torch has one of cuBLAS for each thread that multiplies, of
 the forward and of the backward pass, and Transformer Engine has one. Since Hopper each has 32 MiB; on an A100, torch's
 have 8 MiB unless `CUBLAS_WORKSPACE_CONFIG` says 32, and Transformer Engine's has 4."""
-_GROUPED: Final = (16 * MIB, 128 * MIB, 128 * MIB)
+_GROUPED_WORKSPACE_BYTES: Final = (16 * MIB, 128 * MIB, 128 * MIB)
 """The same of the four streams that matrices of experts run in."""
-_DUMMIES: Final = (
+_DUMMY_GRADIENTS_SOURCE: Final = (
     "Transformer Engine 2.11 to 2.20, pytorch/module/base.py, _dummy_wgrads; megatron-core 0.14 to 0.20, "
     "tensor_parallel/layers.py, get_dummy_wgrad; none with --no-gradient-accumulation-fusion"
 )
-_GATHERED: Final = "megatron-core 0.14 to 0.20, tensor_parallel/layers.py, get_global_memory_buffer"
-_STREAMS: Final = (
+_GATHER_BUFFER_SOURCE: Final = "megatron-core 0.14 to 0.20, tensor_parallel/layers.py, get_global_memory_buffer"
+_CUBLAS_WORKSPACE_SOURCE: Final = (
     "Transformer Engine 2.11, pytorch/cpp_extensions/gemm.py, get_cublas_workspace; torch 2.13, "
     "aten/src/ATen/cuda/CublasHandlePool.cpp: one for each handle, of which a thread has its own"
 )
@@ -60,7 +60,7 @@ def list_lasting_buffers(
             width * every,
             f"{width} * elements of each shape of a weight",
             {"shapes": len(shapes), "elements": every},
-            _DUMMIES,
+            _DUMMY_GRADIENTS_SOURCE,
             # Before Transformer Engine had them, one was alive at a time.
             interval=(0, width * every),
         )
@@ -71,7 +71,7 @@ def list_lasting_buffers(
             0,
             "0: freed before most is alive",
             {"largest": largest},
-            _DUMMIES,
+            _DUMMY_GRADIENTS_SOURCE,
             interval=(0, width * largest),
         )
     if last and tp > 1 and work.sequence_parallel:
@@ -83,18 +83,20 @@ def list_lasting_buffers(
             nbytes,
             f"{width} * n * h",
             {"n": tokens, "h": anatomy.hidden},
-            _GATHERED,
+            _GATHER_BUFFER_SOURCE,
             interval=(nbytes, nbytes),
         )
     grouped = any(layer.experts is not None for layer in layers)
-    low, usual, high = (some + grouped * more for some, more in zip(_WORKSPACES, _GROUPED, strict=True))
+    low, usual, high = (
+        some + grouped * more for some, more in zip(_CUBLAS_WORKSPACE_BYTES, _GROUPED_WORKSPACE_BYTES, strict=True)
+    )
     yield MemoryTerm(
         "workspaces of matrix kernels",
         "workspace",
         usual,
         "workspaces",
         {"workspaces": usual},
-        _STREAMS,
+        _CUBLAS_WORKSPACE_SOURCE,
         interval=(low, high),
     )
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shardctl.tensors.mesh import Mesh
 
 
-_WIDE: Final = 4
+_FP32_ELEMENT_BYTES: Final = 4
 """Bytes of an element of what flows between layers that add in fp32."""
 _HEAD_NORMS: Final[Mapping[NormKind, Flag]] = {
     "rms": "rms heads",
@@ -29,7 +29,7 @@ _HEAD_NORMS: Final[Mapping[NormKind, Flag]] = {
     "layer32": "layer32 heads",
     "bare32": "bare32 heads",
 }
-_NORMS: Final = 2
+_NORMS_PER_LAYER: Final = 2
 """Before attention and before the MLP; where there are more, they are behind both."""
 
 
@@ -78,7 +78,7 @@ def list_model_flags(
         flags.add("cap scores")
     if style.capped_logits:
         flags.add("cap logits")
-    if BY_NAME[work.dtype].bits < 8 * _WIDE and any(layer.wide for layer in anatomy.layers):
+    if BY_NAME[work.dtype].bits < 8 * _FP32_ELEMENT_BYTES and any(layer.wide for layer in anatomy.layers):
         flags.add("wide")
     if parts > 1:
         flags.add("gathers")
@@ -115,7 +115,11 @@ def list_expert_remarks(work: object, inventory: TensorInventory) -> tuple[str, 
 
 def runs_under_autocast(work: TrainingWorkload) -> bool:
     """Return whether fp32 parameters are cast where matrices are multiplied, and norms and softmax compute in fp32."""
-    return work.profile in {"hf", "ddp"} and work.precision == "mixed" and BY_NAME[work.dtype].bits < 8 * _WIDE
+    return (
+        work.profile in {"hf", "ddp"}
+        and work.precision == "mixed"
+        and BY_NAME[work.dtype].bits < 8 * _FP32_ELEMENT_BYTES
+    )
 
 
 def list_layer_flags(
@@ -130,7 +134,7 @@ def list_layer_flags(
     if layer.feeds:
         flags.add("then mlp")
     cross = layer.attention is not None and layer.attention.cross
-    if layer.norms - cross > _NORMS and style.norm != "layer":
+    if layer.norms - cross > _NORMS_PER_LAYER and style.norm != "layer":
         flags.add("norm behind")
     if layer.attention is not None:
         flags.update(_list_attention_flags(layer, layer.attention, style, work))

@@ -33,7 +33,7 @@ _PARAMETER_BUFFERS: Final = 5 * 100_000_000
 """Elements of all (DeepSpeed, `offload_param.buffer_count` and `buffer_size`)."""
 _ON_HOST: Final = 1_000_000_000
 """Elements of parameters on NVMe that stay on the host, too (DeepSpeed, `offload_param.max_in_cpu`)."""
-_SOURCE: Final = "DeepSpeed, runtime/zero/offload_config.py"
+_DEEPSPEED_OFFLOAD_SOURCE: Final = "DeepSpeed, runtime/zero/offload_config.py"
 _ZERO_INFINITY: Final = "Rajbhandari et al. 2021, sec. 4"
 
 
@@ -148,7 +148,7 @@ def list_buffer_terms(host: int, shared: int, plan: TrainingScheme) -> Iterator[
         _OPTIMIZER_BUFFERS * group,
         f"{_OPTIMIZER_BUFFERS} * {F32.unit_bytes} * min(elements, {_SUB_GROUP})",
         {"elements": shared},
-        _SOURCE,
+        _DEEPSPEED_OFFLOAD_SOURCE,
         interval=(_OPTIMIZER_BUFFERS * group, 3 * _OPTIMIZER_BUFFERS * group),  # pipelined reads and writes
         tier="host",
     )
@@ -160,7 +160,7 @@ def list_buffer_terms(host: int, shared: int, plan: TrainingScheme) -> Iterator[
             plan.compute.nbytes((_PARAMETER_BUFFERS + stay,)),
             f"{plan.compute.unit_bytes} * ({_PARAMETER_BUFFERS} + min(elements, {_ON_HOST}))",
             {"elements": shared},
-            _SOURCE,
+            _DEEPSPEED_OFFLOAD_SOURCE,
             interval=(
                 plan.compute.nbytes((min(_PARAMETER_BUFFERS, stay),)),
                 plan.compute.nbytes((_PARAMETER_BUFFERS + stay,)),

@@ -178,21 +178,21 @@ def _build_8_bit_slots(*moments: str, paged: bool = False) -> tuple[StateSlot, .
     return tuple(slots)
 
 
-_ADAM: Final = ("first moment", "second moment")
-_BITSANDBYTES: Final = "bitsandbytes 0.50, optim/optimizer.py"
+_ADAM_STATE_NAMES: Final = ("first moment", "second moment")
+_BITSANDBYTES_SOURCE: Final = "bitsandbytes 0.50, optim/optimizer.py"
 
 OPTIMIZERS: Final = (
     OptimizerSpec(
         "adamw",
         "AdamW",
-        tuple(StateSlot(name, _count_elements) for name in _ADAM),
+        tuple(StateSlot(name, _count_elements) for name in _ADAM_STATE_NAMES),
         "torch 2.13, torch.optim.AdamW",
         temporary=True,
     ),
     OptimizerSpec(
         "adamw-bf16",
         "AdamW without fp32 copies: parameters, gradients and moments in the type that computes",
-        tuple(StateSlot(name, _count_elements, None) for name in _ADAM),
+        tuple(StateSlot(name, _count_elements, None) for name in _ADAM_STATE_NAMES),
         "torch 2.13, torch.optim.AdamW (states are `zeros_like` the parameter)",
         master=False,
         temporary=True,
@@ -200,8 +200,8 @@ OPTIMIZERS: Final = (
     OptimizerSpec(
         "adamw-8bit",
         "AdamW with moments in 8 bits",
-        _build_8_bit_slots(*_ADAM),
-        f"{_BITSANDBYTES}, Optimizer2State",
+        _build_8_bit_slots(*_ADAM_STATE_NAMES),
+        f"{_BITSANDBYTES_SOURCE}, Optimizer2State",
         constant=2 * CODES,
     ),
     OptimizerSpec(
@@ -209,19 +209,19 @@ OPTIMIZERS: Final = (
         "AdamW with moments in pages that can leave the device",
         tuple(
             slot
-            for name in _ADAM
+            for name in _ADAM_STATE_NAMES
             for slot in (
                 StateSlot(f"{name} in pages", _count_in_pages(_count_elements), paged=True),
                 StateSlot(f"{name} of small tensors", _count_resident(_count_elements)),
             )
         ),
-        f"{_BITSANDBYTES}, get_state_buffer",
+        f"{_BITSANDBYTES_SOURCE}, get_state_buffer",
     ),
     OptimizerSpec(
         "paged-adamw-8bit",
         "AdamW with moments in 8 bits, in pages that can leave the device",
-        _build_8_bit_slots(*_ADAM, paged=True),
-        f"{_BITSANDBYTES}, Optimizer2State and get_state_buffer",
+        _build_8_bit_slots(*_ADAM_STATE_NAMES, paged=True),
+        f"{_BITSANDBYTES_SOURCE}, Optimizer2State and get_state_buffer",
         constant=2 * CODES,
     ),
     OptimizerSpec("sgd", "SGD", (), "torch 2.13, torch.optim.SGD"),
@@ -255,7 +255,7 @@ OPTIMIZERS: Final = (
         "soap",
         "SOAP: Adam in the eigenbasis of Shampoo's preconditioners",
         (
-            *(StateSlot(name, _count_elements) for name in _ADAM),
+            *(StateSlot(name, _count_elements) for name in _ADAM_STATE_NAMES),
             StateSlot("preconditioners", _count_sides, square=True),
             StateSlot("their eigenvectors", _count_sides, square=True),
         ),
@@ -283,7 +283,7 @@ OPTIMIZERS: Final = (
         "lion-8bit",
         "Lion with momentum in 8 bits",
         _build_8_bit_slots("momentum"),
-        f"{_BITSANDBYTES}, Optimizer1State",
+        f"{_BITSANDBYTES_SOURCE}, Optimizer1State",
         constant=CODES,
     ),
 )

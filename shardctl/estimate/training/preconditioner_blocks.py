@@ -21,9 +21,9 @@ Block = tuple[int, ...]
 
 LONGEST: Final = 1024
 """Elements of the longest dim of a block, and of dims that are taken as one (`max_preconditioner_dim`)."""
-_ALIGNMENT: Final = 64
+_BLOCK_ALIGNMENT_BYTES: Final = 64
 """Bytes to whose multiple a block's part of the buffer is padded (`AlignedMemoryCostModel`)."""
-_SENT: Final = 4
+_COMMUNICATED_ELEMENT_BYTES: Final = 4
 """Bytes of an element that is sent (`communication_dtype`, float32)."""
 
 
@@ -83,7 +83,7 @@ def spread_blocks(
 
 
 def _count_sent_bytes(block: Block) -> int:
-    return ceil(_SENT * prod(block) / _ALIGNMENT) * _ALIGNMENT
+    return ceil(_COMMUNICATED_ELEMENT_BYTES * prod(block) / _BLOCK_ALIGNMENT_BYTES) * _BLOCK_ALIGNMENT_BYTES
 
 
 def _split_dim(n: int) -> dict[int, int]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from shardctl.estimate.workload import Profile, TrainingWorkload
 
-_ATTENTION: Final = (
+_ATTENTION_ACTIVATIONS: Final = (
     SavedActivation("queries", "queries"),
     SavedActivation("keys", "keys", None, ("full", "fused")),
     SavedActivation("values", "values", None, ("full", "fused")),
@@ -167,7 +167,7 @@ _HF_EXPERTS: Final = (
     SavedActivation("results of the shared experts, before their gate", "hidden", None, ("gated shared",)),
     SavedActivation("gate of the shared experts", "tokens", None, ("gated shared",)),
 )
-_ADAPTERS: Final = (
+_ADAPTER_ACTIVATIONS: Final = (
     SavedActivation("products between the matrices of adapters", "narrow_products"),
     SavedActivation("masks of what adapters read", "adapter_inputs", 1, ("dropped adapters",)),
 )
@@ -365,14 +365,14 @@ _HF_NORM_MOMENT: Final = PeakEvent(
         SavedActivation("fp32 copy and gradients of what is normed", "hidden", 12, ("bare32",)),
     ),
 )
-_HF: Final = RuntimeProfile(
+_HF_PROFILE: Final = RuntimeProfile(
     kept={
         "norms": _HF_NORMS,
         "attention": _HF_ATTENTION,
         "recurrent": RECURRENT,
         "mlp": _HF_MLP,
         "experts": _HF_EXPERTS,
-        "further": _ADAPTERS,
+        "further": _ADAPTER_ACTIVATIONS,
         "dropout": (SavedActivation("dropout masks", "drops", 1, ("drop",)),),
     },
     checkpoint=(
@@ -406,7 +406,7 @@ _HF: Final = RuntimeProfile(
     recurrence=TRANSFORMERS,
 )
 
-_MEGATRON: Final = RuntimeProfile(
+_MEGATRON_PROFILE: Final = RuntimeProfile(
     kept={
         "norms": (
             SavedActivation("inputs of the norms", "norms", sequence=True),
@@ -416,7 +416,7 @@ _MEGATRON: Final = RuntimeProfile(
         ),
         "recurrent": MEGATRON_RECURRENT,
         "attention": (
-            *(kept for kept in _ATTENTION if kept.size not in {"latent_products", "values"}),
+            *(kept for kept in _ATTENTION_ACTIVATIONS if kept.size not in {"latent_products", "values"}),
             # Of the products of compressed keys and values, keys with their rotary part and values are copied.
             SavedActivation("values", "values", None, ("fused",)),
             SavedActivation("keys", "keys", None, ("full", "scores")),
@@ -443,7 +443,7 @@ _MEGATRON: Final = RuntimeProfile(
             SavedActivation("up of the experts", "routed"),
             SavedActivation("input of the experts' projection down", "routed", None, ("experts down trained",)),
         ),
-        "further": _ADAPTERS,
+        "further": _ADAPTER_ACTIVATIONS,
         "dropout": (SavedActivation("dropout masks", "drops", 1, ("drop",), sequence=True),),
     },
     checkpoint=(SavedActivation("the layer's input", "hidden", sequence=True),),
@@ -508,14 +508,14 @@ _MEGATRON: Final = RuntimeProfile(
     recurrence=MEGATRON,
 )
 
-_SELECTED: Final = (
+_SELECTIVELY_SAVED_ACTIVATIONS: Final = (
     SavedActivation("the layer's input", "hidden", sequence=True),
     SavedActivation("values", "values"),
     SavedActivation("attention's result", "contexts"),
     SavedActivation("logarithms of the scores' sums", "rows", 4),
     SavedActivation("gate", "intermediate"),
 )
-_FSDP2: Final = RuntimeProfile(
+_FSDP2_PROFILE: Final = RuntimeProfile(
     kept={
         "norms": (
             SavedActivation("inputs of the norms", "norms", sequence=True),
@@ -523,7 +523,7 @@ _FSDP2: Final = RuntimeProfile(
             SavedActivation("inputs of attention and MLP", "inputs", None, ("wide products",)),
         ),
         "attention": (
-            *_ATTENTION,
+            *_ATTENTION_ACTIVATIONS,
             SavedActivation("attention's result in float8", "contexts", 1, ("narrow products",)),
             SavedActivation("queries and keys that are normed", "head_norms"),
             SavedActivation("compressed queries and keys", "latent_norms", 4, sequence=True),
@@ -531,19 +531,19 @@ _FSDP2: Final = RuntimeProfile(
         ),
         "mlp": tuple(saved for saved in _HF_MLP if saved.size != "steps"),
         "experts": _HF_EXPERTS,
-        "further": _ADAPTERS,
+        "further": _ADAPTER_ACTIVATIONS,
         "dropout": (SavedActivation("dropout masks", "drops", 1, ("drop",), sequence=True),),
     },
     checkpoint=(SavedActivation("the layer's input", "hidden", sequence=True),),
     shared=(SavedActivation("the layer's input", "hidden", sequence=True),),
     # torchtitan's `_op_sac_save_list`: attention, and every second product of matrices: q, v, gate and down of seven.
     selected=(
-        *_SELECTED,
+        *_SELECTIVELY_SAVED_ACTIVATIONS,
         SavedActivation("queries, before their positions", "queries"),
         # Nothing reads it, which only a compiler sees.
         SavedActivation("result of the projection down", "hidden", None, ("eager model",)),
     ),
-    selected_shared=_SELECTED,
+    selected_shared=_SELECTIVELY_SAVED_ACTIVATIONS,
     layer=_HF_LAYER,
     head=(
         SavedActivation("fp32 logarithms of probabilities", "logits", 4, ("eager loss",)),
@@ -575,9 +575,9 @@ _FSDP2: Final = RuntimeProfile(
 )
 
 _TORCHTUNE: Final = replace(
-    _FSDP2,
+    _FSDP2_PROFILE,
     kept={
-        **_FSDP2.kept,
+        **_FSDP2_PROFILE.kept,
         # torchtune 0.5, modules/rms_norm.py: norms compute in fp32, which only a compiler does not keep.
         "norms": (
             SavedActivation("inputs of the norms", "norms", None, ("compiled model",)),
@@ -588,7 +588,7 @@ _TORCHTUNE: Final = replace(
         ),
         # modules/attention.py: keys and values are repeated for each query head before their kernel.
         "attention": (
-            *(saved for saved in _FSDP2.kept["attention"] if saved.size not in {"keys", "values"}),
+            *(saved for saved in _FSDP2_PROFILE.kept["attention"] if saved.size not in {"keys", "values"}),
             SavedActivation("keys of each query head", "repeated_keys", None, ("fused",)),
             SavedActivation("values of each query head", "repeated_values", None, ("fused",)),
         ),
@@ -608,29 +608,49 @@ _TORCHTUNE: Final = replace(
     ),
     source="modules of torchtune 0.6.1, whose norms compute in fp32 and whose keys are repeated",
 )
-_MODULES: Final = "transformers' modules"
+_TRANSFORMERS_MODULES_SOURCE: Final = "transformers' modules"
 RUNTIMES: Final[Mapping[Profile, RuntimeProfile]] = {
-    "megatron": _MEGATRON,
-    "hf": _HF,
-    "fsdp2": _FSDP2,
+    "megatron": _MEGATRON_PROFILE,
+    "hf": _HF_PROFILE,
+    "fsdp2": _FSDP2_PROFILE,
     "torchtune": _TORCHTUNE,
-    "ddp": _FSDP2,
+    "ddp": _FSDP2_PROFILE,
     "deepspeed": replace(
-        _HF, spread=(0.85, 1.15), source=f"{_MODULES}, which DeepSpeed trains as they are: as profile hf"
+        _HF_PROFILE,
+        spread=(0.85, 1.15),
+        source=f"{_TRANSFORMERS_MODULES_SOURCE}, which DeepSpeed trains as they are: as profile hf",
     ),
 }
 """By profile."""
-_KERNELS: Final = (
+_RECURRENT_KERNELS_SOURCE: Final = (
     "with the kernels of mamba-ssm 2.3, causal-conv1d 1.7 and flash-linear-attention 0.6 installed, "
     "without which several times as much is kept"
 )
-_RECURRENT: Final[Mapping[Profile, RuntimeProfile]] = {
-    "megatron": replace(_MEGATRON, source=f"tensors of megatron-core 0.15's MambaMixer, {_KERNELS}"),
-    "hf": replace(_HF, source=f"{_HF.source}, {_KERNELS}"),
-    "fsdp2": replace(_HF, spread=(0.85, 1.15), source=f"{_MODULES}, sharded as they are, {_KERNELS}: as profile hf"),
-    "deepspeed": replace(_HF, spread=(0.85, 1.15), source=f"{_MODULES}, {_KERNELS}: as profile hf"),
-    "torchtune": replace(_HF, spread=(0.85, 1.15), source=f"{_MODULES}, {_KERNELS}: as profile hf"),
-    "ddp": replace(_HF, spread=(0.85, 1.15), source=f"{_MODULES}, {_KERNELS}: as profile hf"),
+_RECURRENT_PROFILES: Final[Mapping[Profile, RuntimeProfile]] = {
+    "megatron": replace(
+        _MEGATRON_PROFILE, source=f"tensors of megatron-core 0.15's MambaMixer, {_RECURRENT_KERNELS_SOURCE}"
+    ),
+    "hf": replace(_HF_PROFILE, source=f"{_HF_PROFILE.source}, {_RECURRENT_KERNELS_SOURCE}"),
+    "fsdp2": replace(
+        _HF_PROFILE,
+        spread=(0.85, 1.15),
+        source=f"{_TRANSFORMERS_MODULES_SOURCE}, sharded as they are, {_RECURRENT_KERNELS_SOURCE}: as profile hf",
+    ),
+    "deepspeed": replace(
+        _HF_PROFILE,
+        spread=(0.85, 1.15),
+        source=f"{_TRANSFORMERS_MODULES_SOURCE}, {_RECURRENT_KERNELS_SOURCE}: as profile hf",
+    ),
+    "torchtune": replace(
+        _HF_PROFILE,
+        spread=(0.85, 1.15),
+        source=f"{_TRANSFORMERS_MODULES_SOURCE}, {_RECURRENT_KERNELS_SOURCE}: as profile hf",
+    ),
+    "ddp": replace(
+        _HF_PROFILE,
+        spread=(0.85, 1.15),
+        source=f"{_TRANSFORMERS_MODULES_SOURCE}, {_RECURRENT_KERNELS_SOURCE}: as profile hf",
+    ),
 }
 """The same for models with recurrent layers, whose modules are transformers' whatever shards them, or Megatron-LM's."""
 
@@ -646,5 +666,9 @@ def get_runtime(profile: Profile, *, recurrent: bool, further: bool) -> RuntimeP
     It may have recurrent layers, or such of which transformers keeps something further than of others.
     """
     if further and profile in {"fsdp2", "torchtune", "ddp"} and not recurrent:
-        return replace(_HF, spread=(0.85, 1.15), source=f"{_MODULES}, sharded as they are: as profile hf")
-    return (_RECURRENT if recurrent else RUNTIMES)[profile]
+        return replace(
+            _HF_PROFILE,
+            spread=(0.85, 1.15),
+            source=f"{_TRANSFORMERS_MODULES_SOURCE}, sharded as they are: as profile hf",
+        )
+    return (_RECURRENT_PROFILES if recurrent else RUNTIMES)[profile]

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from shardctl.tensors.mesh import Mesh
 
 MODULES_HINT: Final = "leave the module out of --recompute-modules, or give --recompute full or none"
-_NORMS: Final = 2
+_NORMS_PER_LAYER: Final = 2
 """Before attention and before the MLP."""
-_CORE: Final[tuple[RecomputedModule, ...]] = ("core_attn",)
+_CORE_ATTENTION_MODULES: Final[tuple[RecomputedModule, ...]] = ("core_attn",)
 """Its tensors are marked in the profiles (`SavedActivation.core`)."""
 
 
@@ -43,24 +43,24 @@ class ModuleCheckpoint:
     """Whether its output is freed: computed again, it is there twice."""
 
 
-_ALL: Final[frozenset[str]] = frozenset()
-_ACTIVATION: Final = ModuleCheckpoint(
+_ALL_ACTIVATIONS: Final[frozenset[str]] = frozenset()
+_EXPERT_ACTIVATION_CHECKPOINT: Final = ModuleCheckpoint(
     {"experts": frozenset({"input of the experts' projection down"})}, {}, frees_output=True
 )
-_DENSE: Final = ModuleCheckpoint(
+_DENSE_MLP_CHECKPOINT: Final = ModuleCheckpoint(
     # Transformer Engine's kernel of the projection up computes the norm, which is so within the module.
-    {"mlp": _ALL},
+    {"mlp": _ALL_ACTIVATIONS},
     {"norms": (SavedActivation("input of the MLP, normed", "hidden", sequence=True),)},
 )
-_SHARED: Final = ModuleCheckpoint({"mlp": _ALL}, {})
-_EXPERTS: Final = ModuleCheckpoint({"mlp": _ALL, "experts": _ALL}, {})
-_PROJECTION: Final = ModuleCheckpoint(
+_SHARED_EXPERTS_CHECKPOINT: Final = ModuleCheckpoint({"mlp": _ALL_ACTIVATIONS}, {})
+_MOE_LAYER_CHECKPOINT: Final = ModuleCheckpoint({"mlp": _ALL_ACTIVATIONS, "experts": _ALL_ACTIVATIONS}, {})
+_MLA_PROJECTION_CHECKPOINT: Final = ModuleCheckpoint(
     {"attention": frozenset({"queries", "keys", "values"})},
     {"attention": (SavedActivation("compressed queries and keys, normed", "latent_norms", sequence=True),)},
     (SavedActivation("rotary part of the keys", "rotary_keys"),),
     frees_output=True,
 )
-_NORMED: Final = ModuleCheckpoint(
+_LAYERNORM_CHECKPOINT: Final = ModuleCheckpoint(
     {}, {"norms": (SavedActivation("output of a norm", "hidden", sequence=True),)}, (), True
 )
 
@@ -69,31 +69,31 @@ def list_checkpoints(layer: ModelLayer, modules: Sequence[RecomputedModule]) -> 
     """List what `modules` change of a layer; of those that it does not have, nothing, and so of `core_attn`."""
     experts, latent = layer.experts is not None, _is_latent(layer)
     if "moe_act" in modules and experts:
-        yield _ACTIVATION
+        yield _EXPERT_ACTIVATION_CHECKPOINT
     if "mlp" in modules and layer.mlp and not experts:
-        yield _DENSE
+        yield _DENSE_MLP_CHECKPOINT
     if "moe" in modules and experts:
-        yield _EXPERTS
+        yield _MOE_LAYER_CHECKPOINT
     if "shared_experts" in modules and layer.experts is not None and layer.experts.shared:
-        yield _SHARED
+        yield _SHARED_EXPERTS_CHECKPOINT
     if "mla_up_proj" in modules and latent:
-        yield _PROJECTION
+        yield _MLA_PROJECTION_CHECKPOINT
     if "layernorm" in modules:
         # Other norms are computed by the kernel of the projection behind them, and are not modules of their own.
-        yield from [_NORMED] * (experts + latent)
+        yield from [_LAYERNORM_CHECKPOINT] * (experts + latent)
 
 
 def find_unknown_module(layer: ModelLayer, work: TrainingWorkload, mesh: Mesh) -> str:
     """Return why nobody knows what `work.recompute_modules` leave of a layer; an empty string if it is known."""
-    modules = set(work.recompute_modules).difference(_CORE)
+    modules = set(work.recompute_modules).difference(_CORE_ATTENTION_MODULES)
     attention = layer.attention
     crossed = attention is not None and (attention.cross or attention.kind == "cross")
     if modules and (layer.encoder or layer.halves > 1 or layer.streams > 1 or crossed):
         return "it is no layer of megatron-core's GPT"
     if modules and layer.experts is not None and layer.mlp:
         return "it has a dense MLP beside its experts"
-    if modules & {"layernorm", "mlp"} and layer.mixes and layer.feeds and layer.norms != _NORMS:
-        return f"it has {layer.norms} norms, not {_NORMS}"
+    if modules & {"layernorm", "mlp"} and layer.mixes and layer.feeds and layer.norms != _NORMS_PER_LAYER:
+        return f"it has {layer.norms} norms, not {_NORMS_PER_LAYER}"
     if attention is not None and attention.kind == "latent" and "mla_up_proj" in modules:
         return _find_unknown_projection(attention, work, mesh)
     return ""
@@ -114,7 +114,7 @@ def list_idle_modules(
     return tuple(
         name
         for name in modules
-        if name not in _CORE and not any(any(list_checkpoints(each, (name,))) for each in layers)
+        if name not in _CORE_ATTENTION_MODULES and not any(any(list_checkpoints(each, (name,))) for each in layers)
     )
 
 

@@ -24,7 +24,7 @@ _SELECTIVE_CHUNK: Final = 2048
 (mamba-ssm, `csrc/selective_scan/selective_scan.cpp`, `n_chunks`)."""
 _DELTA_CHUNK: Final = 64
 """Tokens that a gated delta rule takes at once (flash-linear-attention, `ops/gated_delta_rule/chunk.py`)."""
-_MULTIPROCESSORS: Final = 132
+_H100_MULTIPROCESSOR_COUNT: Final = 132
 """Of an H100. The kernel of the scan in chunks adds up heads in as many parts as keep all of them busy
 (mamba-ssm, `ops/triton/ssd_chunk_scan.py`, `_chunk_scan_bwd_dcb`, `nsplits`)."""
 PLAN_HINT: Final = "a plan of one mesh shows weights, gradients and optimizer states, which are known"
@@ -62,7 +62,9 @@ def compute_recurrent_sizes(
         raise UnsupportedError(
             f"{what} with tp={share.tp}: its {state.groups} groups are divided evenly or not at all", hint=PLAN_HINT
         )
-    sizes = _SIZES[state.scan.kind](state, replace(state.scan, chunk=has.chunk or state.scan.chunk), share)
+    sizes = _SCAN_SIZE_FUNCTIONS[state.scan.kind](
+        state, replace(state.scan, chunk=has.chunk or state.scan.chunk), share
+    )
     return {name: count / share.tp for name, count in sizes.items()}
 
 
@@ -84,7 +86,7 @@ def _size_chunked_scan(state: LayerState, scan: LayerScan, share: MicrobatchShar
     n, chunks = share.tokens, -(-share.keys // scan.chunk)
     heads = scan.heads // state.groups
     programs = share.batch * chunks * scan.heads // share.tp
-    split = -(-heads // max(1, min(heads, -(-programs // _MULTIPROCESSORS))))
+    split = -(-heads // max(1, min(heads, -(-programs // _H100_MULTIPROCESSOR_COUNT))))
     products = share.batch * state.groups * chunks * scan.chunk**2
     return {
         "inner": n * scan.inner,
@@ -127,7 +129,7 @@ def _size_stepwise_scan(state: LayerState, scan: LayerScan, share: MicrobatchSha
     }
 
 
-_SIZES: Final = {
+_SCAN_SIZE_FUNCTIONS: Final = {
     "selective": _size_selective_scan,
     "normed selective": _size_selective_scan,
     "chunked": _size_chunked_scan,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardctl.estimate.workload import ServingWorkload
 
 SELECTIVE_HINT: Final = "give --recompute full or none"
-_MATRICES: Final = 7
+_MATRICES_PER_LAYER: Final = 7
 
 
 def find_unselected_part(layer: ModelLayer, parts: Iterable[HeldPart]) -> str:
@@ -40,7 +40,7 @@ def find_unselected_part(layer: ModelLayer, parts: Iterable[HeldPart]) -> str:
         return "it has biases"
     first = min((kind.layers[0] for kind in inside), default=None)
     count = sum(kind.count for kind in inside if kind.matrix and kind.layers[0] == first)
-    return f"it has {count} matrices, not {_MATRICES}" if inside and count != _MATRICES else ""
+    return f"it has {count} matrices, not {_MATRICES_PER_LAYER}" if inside and count != _MATRICES_PER_LAYER else ""
 
 
 def list_recomputation_remarks(

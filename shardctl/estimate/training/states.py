@@ -41,15 +41,15 @@ if TYPE_CHECKING:
     from shardctl.tensors.mesh import Mesh
     from shardctl.tensors.placement import AxisPartition, PartitionSpec
 
-_BUCKET: Final = 40_000_000
+_MIN_BUCKET_PARAMETERS: Final = 40_000_000
 """The fewest parameters of a gradient bucket (Megatron-LM, `distributed_data_parallel.py`)."""
-_ZERO: Final = "Rajbhandari et al. 2020, sec. 3 and 5"
-_SPREAD: Final = (
+_ZERO_PAPER_SOURCE: Final = "Rajbhandari et al. 2020, sec. 3 and 5"
+_DISTRIBUTED_SHAMPOO_SOURCE: Final = (
     "facebookresearch/optimizers f606606, distributed_shampoo/distributor: DDPDistributor, HybridShardDistributor"
 )
-_SOURCES: Final = {
+_STATE_SOURCES: Final = {
     "units": "torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py",
-    "partitions": f"{_ZERO}; DeepSpeed, runtime/zero",
+    "partitions": f"{_ZERO_PAPER_SOURCE}; DeepSpeed, runtime/zero",
     "buffers": "Megatron-LM, docs/user-guide/features/dist_optimizer.md",
     "autocast": "torch 2.13, torch.autocast and DistributedDataParallel",
 }
@@ -190,7 +190,7 @@ def _build_group(expert: bool, hidden: bool, some: Sequence[TrainedPart], plan: 
         return StateGroup(expert, hidden, whole, whole)
     if plan.runtime == "buffers":
         # The last bucket may be short, and a tied embedding on two stages has one of its own.
-        tensors, buckets = sum(each.part.count for each in some), 2 + whole // _BUCKET
+        tensors, buckets = sum(each.part.count for each in some), 2 + whole // _MIN_BUCKET_PARAMETERS
         spare = 63 * tensors + buckets * (lcm(ranks, 128) - 1)
         return StateGroup(expert, hidden, whole, ceil(whole / ranks), spare)
     if plan.zero < 3:  # noqa: PLR2004 - the stage that goes tensor by tensor
@@ -221,7 +221,7 @@ def _build_frozen_term(holding: RankShards, mesh: Mesh, plan: TrainingScheme) ->
             nbytes,
             "bytes / N",
             {"bytes": sum(part.nbytes for part in frozen), "N": plan.sharers},
-            _SOURCES[plan.runtime],
+            _STATE_SOURCES[plan.runtime],
             tier=plan.parameters,
         )
     nbytes = sum(part.nbytes for part in frozen)
@@ -243,7 +243,7 @@ def _list_gradient_terms(
             nbytes,
             f"{dtype.unit_bytes} * P, or none with `gradient_as_bucket_view`",
             {"P": holding.elements(trainable=True)},
-            _SOURCES["autocast"],
+            _STATE_SOURCES["autocast"],
             interval=(0, nbytes),
         )
 
@@ -277,7 +277,7 @@ def _list_optimizer_terms(
             sum(nbytes for _, nbytes in spread),
             "N * the most that a rank computes, in F32",
             _collect_inputs(groups, plan),
-            _SPREAD,
+            _DISTRIBUTED_SHAMPOO_SOURCE,
             tier=plan.states,
         )
     else:
@@ -346,7 +346,7 @@ def _build_state_term(
         nbytes,
         f"{dtype.unit_bytes} * {_format_symbols(groups, shared=shared)}",
         _collect_inputs(groups, plan),
-        _SOURCES[plan.runtime],
+        _STATE_SOURCES[plan.runtime],
         interval=(nbytes, nbytes + more) if more else None,
         tier=tier,
     )

@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from shardctl.estimate.training.activations import RankActivations
     from shardctl.estimate.training.step_phase import PassingHold
 
-_SHARE: Final = 0.03
+_GRADIENT_SHARE_TOLERANCE: Final = 0.03
 """How far the share of gradients that are there by then may be off: it is counted by elements before padding."""
 
 
-_STREAMS: Final = (
+_FSDP_STREAMS_SOURCE: Final = (
     "torch 2.13, fully_shard/_fsdp_collectives.py: gathered buffers and reduced gradients are made in streams of their "
     "own, and the caching allocator has a pool for each, which it gives back only when memory runs out"
 )
-_LATER: Final = ", of a later microbatch"
+_LATER_MICROBATCH_SUFFIX: Final = ", of a later microbatch"
 
 
 @value_class
@@ -138,7 +138,7 @@ class StepTimeline:
                 idle,
                 "free",
                 {"free": idle},
-                _STREAMS,
+                _FSDP_STREAMS_SOURCE,
                 interval=(0, idle),
                 counter="reserved",
                 spared=True,
@@ -151,7 +151,7 @@ class StepTimeline:
         both = len({count.place.later for count in self._counts if count.place.phase == "layer"}) > 1
         return tuple(
             StepEvent(
-                f"{_name_moment(count.place)}{_LATER if both and _is_in_pass(count.place) else ''}",
+                f"{_name_moment(count.place)}{_LATER_MICROBATCH_SUFFIX if both and _is_in_pass(count.place) else ''}",
                 _sum_by_category(self._list_terms(count)),
             )
             for count in self._counts
@@ -186,7 +186,10 @@ def _take_share(term: MemoryTerm, share: float) -> MemoryTerm:
         nbytes=nbytes,
         formula=f"share * {term.formula}",
         inputs={**term.inputs, "share": round(share, 6)},
-        interval=(round(nbytes * (1 - _SHARE)), min(term.high, round(nbytes * (1 + _SHARE)))),
+        interval=(
+            round(nbytes * (1 - _GRADIENT_SHARE_TOLERANCE)),
+            min(term.high, round(nbytes * (1 + _GRADIENT_SHARE_TOLERANCE))),
+        ),
     )
 
 

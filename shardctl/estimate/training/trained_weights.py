@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardctl.estimate.model.sizes import Size
     from shardctl.estimate.training.saved_activations import Flag
 
-_FLAGS: Final[Mapping[WeightRole, tuple[Flag, ...]]] = {
+_FLAGS_BY_ROLE: Final[Mapping[WeightRole, tuple[Flag, ...]]] = {
     "norms": ("norms trained",),
     "head norms": ("head norms trained",),
     "latents": ("latents trained",),
@@ -56,7 +56,7 @@ class TrainedWeights:
     def list_flags(self, flags: frozenset[Flag]) -> Iterator[Flag]:
         """List what holds of a layer besides `flags`, by which others than weights may need the same tensors."""
         for role in self.roles:
-            yield from _FLAGS.get(role, ())
+            yield from _FLAGS_BY_ROLE.get(role, ())
         if not flags.isdisjoint(("gated", "relu")) or not self.roles.isdisjoint(("mlp out", "experts out")):
             yield "activation needed"
         if not flags.isdisjoint(("fused", "gated attention")) or "attention out" in self.roles:

@@ -24,26 +24,28 @@ if TYPE_CHECKING:
     from shardctl.estimate.workload import TrainingWorkload
     from shardctl.tensors.mesh import Mesh
 
-_REDUCE: Final = 500_000_000
+_REDUCE_BUCKET_ELEMENTS: Final = 500_000_000
 """Elements of a bucket that gradients are reduced in (DeepSpeed, `reduce_bucket_size`); transformers' "auto" sets
 the hidden size squared instead."""
-_LIVE: Final = 1_000_000_000
+_MAX_LIVE_ELEMENTS: Final = 1_000_000_000
 """Elements beyond which nothing is gathered ahead (DeepSpeed, `stage3_max_live_parameters`)."""
-_REUSED: Final = 1_000_000_000
+_MAX_REUSE_DISTANCE_ELEMENTS: Final = 1_000_000_000
 """What is used again within so many elements stays gathered (DeepSpeed, `stage3_max_reuse_distance`)."""
-_AHEAD: Final = 50_000_000
+_PREFETCH_BUCKET_ELEMENTS: Final = 50_000_000
 """Elements that are gathered ahead, into one buffer (DeepSpeed, `stage3_prefetch_bucket_size`)."""
-_PERSISTENT: Final = 100_000
+_PERSISTENCE_THRESHOLD_ELEMENTS: Final = 100_000
 """Tensors of at most so many elements are gathered once (DeepSpeed, `stage3_param_persistence_threshold`)."""
 _SUB_GROUP: Final = 1_000_000_000
 """Elements that one step of the optimizer takes at once (DeepSpeed, `sub_group_size`)."""
-_DEEPSPEED: Final = "DeepSpeed 0.19.8, docs/code-docs/source/memory.rst and runtime/zero"
-_FOREACH: Final = "torch 2.13, torch.optim, `foreach`: about the size of the parameters; none with `fused`"
-_TRAINER: Final = (
+_DEEPSPEED_SOURCE: Final = "DeepSpeed 0.19.8, docs/code-docs/source/memory.rst and runtime/zero"
+_FOREACH_OPTIMIZER_SOURCE: Final = (
+    "torch 2.13, torch.optim, `foreach`: about the size of the parameters; none with `fused`"
+)
+_TRAINER_OPTIMIZER_SOURCE: Final = (
     "transformers 5.23, training_args.py: `adamw_torch_fused` from torch 2.8 on, and optimization.Adafactor; about the "
     "size of the parameters with torch's `foreach`"
 )
-_PARAMETERS: Final = 3
+_PARAMETER_SHARDING_STAGE: Final = 3
 """The stage of ZeRO that shares parameters."""
 
 
@@ -60,7 +62,7 @@ def build_passing_hold(holding: RankShards, mesh: Mesh, work: TrainingWorkload, 
         return UnitTransients(holding, plan, ranks=ranks, waits=waits)
     if plan.runtime == "autocast":
         return CastTransients(holding, plan, again=work.recompute == "full")
-    return PartitionTransients(holding, plan, bucket=_REDUCE if work.profile == "deepspeed" else None)
+    return PartitionTransients(holding, plan, bucket=_REDUCE_BUCKET_ELEMENTS if work.profile == "deepspeed" else None)
 
 
 def list_step_terms(shared: int, largest: int, plan: TrainingScheme) -> Iterator[MemoryTerm]:
@@ -73,7 +75,7 @@ def list_step_terms(shared: int, largest: int, plan: TrainingScheme) -> Iterator
     if plan.offloaded or plan.steps_in_backward:
         return
     if plan.runtime == "partitions" and plan.zero and plan.master and plan.gradient != F32:
-        some = min(shared, _SUB_GROUP) if plan.zero == _PARAMETERS else shared
+        some = min(shared, _SUB_GROUP) if plan.zero == _PARAMETER_SHARDING_STAGE else shared
         flat, wide = plan.gradient.unit_bytes, F32.unit_bytes
         yield MemoryTerm(
             STEP,
@@ -106,7 +108,7 @@ def list_step_terms(shared: int, largest: int, plan: TrainingScheme) -> Iterator
             plan.resident.nbytes((some,)),
             f"{plan.resident.unit_bytes} * elements",
             {"elements": some},
-            _FOREACH if plan.runtime == "units" else _TRAINER,
+            _FOREACH_OPTIMIZER_SOURCE if plan.runtime == "units" else _TRAINER_OPTIMIZER_SOURCE,
             interval=about if plan.said else (0, max(whole, plan.resident.nbytes((some,)))),
         )
 
@@ -218,23 +220,23 @@ class PartitionTransients:
         self.plan, self.holds_forward = plan, False
         parts = [part for part in holding.parts if part.kind.trainable]
         self.trained, self.largest = _count_trained_elements(parts), max((p.gathered for p in parts), default=0)
-        self.bucket = bucket or min(self.trained, _REDUCE)
+        self.bucket = bucket or min(self.trained, _REDUCE_BUCKET_ELEMENTS)
         # Weights that are not trained are shared and gathered as the others are, in the type in which they are kept.
         sizes = [(part.count, _count_gathered(part, plan)) for part in holding.parts]
         self.whole, self.widest = sum(count * n for count, n in sizes), max((n for _, n in sizes), default=0)
-        self.small = sum(count * n for count, n in sizes if n <= _PERSISTENT)
+        self.small = sum(count * n for count, n in sizes if n <= _PERSISTENCE_THRESHOLD_ELEMENTS)
         self.loss: tuple[MemoryTerm, ...] = ()
         self.passes: tuple[MemoryTerm, ...] = ()
         if plan.runtime == "partitions" and plan.zero:
-            self.loss = tuple(self._list_gathered()) if plan.zero == _PARAMETERS else ()
+            self.loss = tuple(self._list_gathered()) if plan.zero == _PARAMETER_SHARDING_STAGE else ()
             self.passes = (*self.loss, self._build_bucket())
-        if plan.zero == _PARAMETERS:
+        if plan.zero == _PARAMETER_SHARDING_STAGE:
             self.loss = self.passes  # its bucket is never freed
         self._nbytes = {True: sum_terms(self.loss).nbytes, False: sum_terms(self.passes).nbytes}
 
     def count_bytes(self, place: StepPosition) -> int:
         """Count bytes of what is gathered, and of the buckets."""
-        if place.phase == "step" and self.plan.zero != _PARAMETERS:
+        if place.phase == "step" and self.plan.zero != _PARAMETER_SHARDING_STAGE:
             return 0
         return self._nbytes[place.phase == "loss"]
 
@@ -244,62 +246,62 @@ class PartitionTransients:
 
     def count_gradients(self, place: StepPosition) -> float:
         """Count which part of the gradients is there: those of ZeRO-3 have a buffer that stays, and Megatron's too."""
-        grows = self.plan.runtime == "partitions" and self.plan.zero < _PARAMETERS
+        grows = self.plan.runtime == "partitions" and self.plan.zero < _PARAMETER_SHARDING_STAGE
         return 0.0 if grows and place.phase == "loss" and not place.later else 1.0
 
     def list_terms(self, place: StepPosition) -> Iterator[MemoryTerm]:
         """List the same."""
-        if place.phase != "step" or self.plan.zero == _PARAMETERS:
+        if place.phase != "step" or self.plan.zero == _PARAMETER_SHARDING_STAGE:
             yield from self.loss if place.phase == "loss" else self.passes
 
     def _list_gathered(self) -> Iterator[MemoryTerm]:
         width = self.plan.compute.unit_bytes
         # Where the forward pass ends, the last half of that distance is used again before its end.
-        stay = max(self.widest, min(self.whole, _REUSED // 2))
+        stay = max(self.widest, min(self.whole, _MAX_REUSE_DISTANCE_ELEMENTS // 2))
         yield MemoryTerm(
             "gathered weights that are used again soon, and gradients of the largest",
             "weights",
             width * (stay + self.largest),
             f"{width} * (gathered + largest)",
             {"gathered": stay, "largest": self.largest},
-            _DEEPSPEED,
+            _DEEPSPEED_SOURCE,
             interval=(
                 width * (self.widest + self.largest),
-                width * (self.largest + max(self.widest, min(self.whole, _LIVE))),
+                width * (self.largest + max(self.widest, min(self.whole, _MAX_LIVE_ELEMENTS))),
             ),
         )
-        ahead = min(self.whole, _AHEAD)
+        ahead = min(self.whole, _PREFETCH_BUCKET_ELEMENTS)
         yield MemoryTerm(
             "buffer that weights are gathered into",
             "weights",
             width * ahead,
             f"{width} * elements gathered at once",
             {"elements gathered at once": ahead},
-            _DEEPSPEED,
+            _DEEPSPEED_SOURCE,
             interval=(0, width * ahead),
         )
         yield MemoryTerm(
             "small tensors, never shared",
             "weights",
             width * self.small,
-            f"{width} * elements of tensors of at most {_PERSISTENT}",
+            f"{width} * elements of tensors of at most {_PERSISTENCE_THRESHOLD_ELEMENTS}",
             {"elements of tensors": self.small},
-            _DEEPSPEED,
+            _DEEPSPEED_SOURCE,
             interval=(0, width * self.small),
         )
 
     def _build_bucket(self) -> MemoryTerm:
         """Build the term of the buckets, which DeepSpeed allocates whole, however small the model."""
         width = self.plan.compute.unit_bytes
-        buckets = 1 if self.plan.zero == _PARAMETERS else 2
+        buckets = 1 if self.plan.zero == _PARAMETER_SHARDING_STAGE else 2
         return MemoryTerm(
             "buckets that gradients are reduced in",
             "workspace",
             width * self.bucket,
             f"{width} * bucket",
             {"bucket": self.bucket},
-            _DEEPSPEED,
-            interval=(width * min(self.largest, _REDUCE), buckets * width * _REDUCE),
+            _DEEPSPEED_SOURCE,
+            interval=(width * min(self.largest, _REDUCE_BUCKET_ELEMENTS), buckets * width * _REDUCE_BUCKET_ELEMENTS),
         )
 
 

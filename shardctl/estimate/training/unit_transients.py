@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from shardctl.estimate.training.scheme import TrainingScheme
     from shardctl.estimate.training.step_phase import StepPosition
 
-_UNITS: Final = "torch 2.13, torch.distributed.fsdp.fully_shard, whose storages were followed through a step"
+_FSDP_UNITS_SOURCE: Final = (
+    "torch 2.13, torch.distributed.fsdp.fully_shard, whose storages were followed through a step"
+)
 
 
 class UnitTransients:
@@ -161,7 +163,7 @@ class UnitTransients:
                 gathered,
                 f"{self.width} * gathered",
                 {"gathered": gathered / self.width},
-                _UNITS,
+                _FSDP_UNITS_SOURCE,
                 interval=(gathered, gathered),
             )
         else:
@@ -171,7 +173,7 @@ class UnitTransients:
                 gathered,
                 f"{self.width} * (root + layers)",
                 {"root": self.root / self.width, "layers": layers},
-                _UNITS,
+                _FSDP_UNITS_SOURCE,
                 interval=(gathered, min(gathered + largest, max(gathered, total))),
             )
         yield MemoryTerm(
@@ -180,7 +182,7 @@ class UnitTransients:
             waiting,
             f"{self.width} * whole + {self.reduced} * being reduced",
             {"whole": self._count_whole(place), "being reduced": self._count_reducing(place)},
-            _UNITS,
+            _FSDP_UNITS_SOURCE,
             interval=(waiting, waiting + max(self.trained, default=0) * self.reduced if waiting else 0),
         )
 

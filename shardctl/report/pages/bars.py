@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
     from shardctl.estimate.rank_estimate import MeshEstimate, RankEstimate
 
-_HIGH: Final = 34
-_TOP: Final = 7
-_THICK: Final = 20
-_CAP: Final = 5
+_PICTURE_HEIGHT_PIXELS: Final = 34
+_BAR_TOP_PIXELS: Final = 7
+_BAR_THICKNESS_PIXELS: Final = 20
+_INTERVAL_CAP_PIXELS: Final = 5
 
 
 @value_class
@@ -72,23 +72,28 @@ def _draw_bar(
     title: str, parts: Sequence[tuple[Category, int]], whole: MemorySum, full: float, budget: int | None
 ) -> Markup:
     """Draw one bar: boxes by category, a whisker from the least to the most to be expected, a line at the limit."""
-    drawn, left = [draw_box(0, _TOP, 100, _THICK, look="track")], 0.0
+    drawn, left = [draw_box(0, _BAR_TOP_PIXELS, 100, _BAR_THICKNESS_PIXELS, look="track")], 0.0
     for category, nbytes in parts:
         width = 100 * nbytes / full
         about = f"{category}: {format_memory_size(nbytes)}"
-        drawn.append(draw_box(left, _TOP, width, _THICK, look=name_look(category), title=about))
+        drawn.append(
+            draw_box(left, _BAR_TOP_PIXELS, width, _BAR_THICKNESS_PIXELS, look=name_look(category), title=about)
+        )
         left += width
-    middle = _TOP + _THICK / 2
+    middle = _BAR_TOP_PIXELS + _BAR_THICKNESS_PIXELS / 2
     if not whole.exact:
         low, high = 100 * whole.low / full, 100 * whole.high / full
         for look in ("whisker halo", "whisker"):
             drawn.append(draw_line(low, middle, high, middle, look=look))
-            drawn += [draw_line(at, middle - _CAP, at, middle + _CAP, look=look) for at in (low, high)]
+            drawn += [
+                draw_line(at, middle - _INTERVAL_CAP_PIXELS, at, middle + _INTERVAL_CAP_PIXELS, look=look)
+                for at in (low, high)
+            ]
     if budget:
         at = 100 * budget / full
-        drawn.append(draw_line(at, 0, at, _HIGH, look="limit"))
+        drawn.append(draw_line(at, 0, at, _PICTURE_HEIGHT_PIXELS, look="limit"))
     limit = f", of {format_memory_size(budget)}" if budget else ""
-    return draw_picture(drawn, height=_HIGH, label=f"{title}: {format_amount(whole)}{limit}")
+    return draw_picture(drawn, height=_PICTURE_HEIGHT_PIXELS, label=f"{title}: {format_amount(whole)}{limit}")
 
 
 def name_look(category: Category) -> str:

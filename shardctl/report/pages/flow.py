@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
     from markupsafe import Markup
 
-_SHOWN: Final = 16
+_MAX_FILES_SHOWN: Final = 16
 """Files of either side; those beyond are one."""
-_ROW: Final = 26
-_SIDE: Final = 33.0
+_ROW_HEIGHT_PIXELS: Final = 26
+_NAME_COLUMN_PERCENT: Final = 33.0
 """Percent of the width for the names of either side."""
 
 
@@ -38,7 +38,7 @@ def draw_flows(flows: Mapping[tuple[str, str], int]) -> Markup | None:
     for (source, target), nbytes in folded.items():
         lefts[source] += nbytes
         rights[target] += nbytes
-    high = _ROW * max(len(lefts), len(rights), 2)
+    high = _ROW_HEIGHT_PIXELS * max(len(lefts), len(rights), 2)
     before, after = _stack_nodes(lefts, high), _stack_nodes(rights, high)
     used = {node.name: node.top for node in before.values()}, {node.name: node.top for node in after.values()}
     ribbons = []
@@ -50,12 +50,14 @@ def draw_flows(flows: Mapping[tuple[str, str], int]) -> Markup | None:
             tops[name] += size
         about = f"{source} to {target}: {format_file_size(nbytes)}"
         ribbons.append(draw_ribbon(ends[0], ends[1], look=f"ribbon r{number % 2}", title=about))
-    parts = [draw_shapes(_SIDE + 1, 0, 98 - 2 * _SIDE, high, ribbons)]
+    parts = [draw_shapes(_NAME_COLUMN_PERCENT + 1, 0, 98 - 2 * _NAME_COLUMN_PERCENT, high, ribbons)]
     for node in before.values():
-        parts += _draw_node(node, 0, 100, "end", _SIDE)
+        parts += _draw_node(node, 0, 100, "end", _NAME_COLUMN_PERCENT)
     for node in after.values():
-        parts += _draw_node(node, 101 - _SIDE, 0, "start", 99 - _SIDE)
-    label = "; ".join(f"{a} to {b}: {format_file_size(n)}" for (a, b), n in list(folded.items())[: 2 * _SHOWN])
+        parts += _draw_node(node, 101 - _NAME_COLUMN_PERCENT, 0, "start", 99 - _NAME_COLUMN_PERCENT)
+    label = "; ".join(
+        f"{a} to {b}: {format_file_size(n)}" for (a, b), n in list(folded.items())[: 2 * _MAX_FILES_SHOWN]
+    )
     return draw_picture(parts, height=high, label=f"what goes where. {label}")
 
 
@@ -68,7 +70,7 @@ def fold_flows(flows: Mapping[tuple[str, str], int]) -> dict[tuple[str, str], in
     names: list[dict[str, str]] = []
     for side in (0, 1):
         known = list(dict.fromkeys(pair[side] for pair in flows))
-        shown = known if len(known) <= _SHOWN else known[: _SHOWN - 1]
+        shown = known if len(known) <= _MAX_FILES_SHOWN else known[: _MAX_FILES_SHOWN - 1]
         rest = f"{len(known) - len(shown)} more files"
         names.append({name: name if name in shown else rest for name in known})
     folded: Counter[tuple[str, str]] = Counter()
@@ -95,7 +97,7 @@ def _draw_node(node: _Node, left: float, at: float, anchor: str, edge: float) ->
     middle = node.height / 2 + 4
     text = draw_text(at, middle, _shorten_path(node.name), look="name", anchor=anchor)
     return [
-        draw_frame(left, node.top, _SIDE - 1, node.height, [text]),
+        draw_frame(left, node.top, _NAME_COLUMN_PERCENT - 1, node.height, [text]),
         draw_box(edge, node.top, 1, node.height, look="node", title=about),
     ]
 

@@ -17,7 +17,7 @@ from shardctl.report.visible import escape_control_characters
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_FOLDER: Final = Path(__file__).parent
+_TEMPLATE_FOLDER: Final = Path(__file__).parent
 
 
 def render_page(template: str, facts: dict[str, Any], command: Sequence[str]) -> str:
@@ -28,7 +28,7 @@ def render_page(template: str, facts: dict[str, Any], command: Sequence[str]) ->
     from jinja2 import Environment, FileSystemLoader
 
     templates = Environment(
-        loader=FileSystemLoader(_FOLDER), autoescape=True, finalize=_escape_controls, trim_blocks=True
+        loader=FileSystemLoader(_TEMPLATE_FOLDER), autoescape=True, finalize=_escape_controls, trim_blocks=True
     )
     templates.filters |= {
         "amount": format_amount,

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
     from shardctl.estimate.workload import Schedule
 
-_ROW: Final = 26
-_GUTTER: Final = 6.0
+_ROW_HEIGHT_PIXELS: Final = 26
+_STAGE_COLUMN_PERCENT: Final = 6.0
 """Percent of the width for the names of stages."""
-_DRAWN: Final = 3000
+_MAX_PASSES_DRAWN: Final = 3000
 """Passes of a picture; a page with more of them would be slow."""
-_LEGIBLE: Final = 2.4
+_MIN_LABEL_WIDTH_PERCENT: Final = 2.4
 """Percent of the width from which a pass has its number."""
-_BACKWARD: Final = 2.0
+_BACKWARD_FORWARD_TIME_RATIO: Final = 2.0
 """The time of a backward pass in that of a forward pass."""
 
 
@@ -69,7 +69,7 @@ def simulate_pipeline(stages: int, microbatches: int, schedule: Schedule, virtua
                 if needed is not None and needed not in done:
                     break
                 start = max(free[stage], done[needed] if needed is not None else 0.0)
-                free[stage] = start + (_BACKWARD if step.backward else 1.0) / chunks
+                free[stage] = start + (_BACKWARD_FORWARD_TIME_RATIO if step.backward else 1.0) / chunks
                 done[stage, step] = free[stage]
                 passes.append(PipelinePass(stage, step.microbatch, step.chunk, step.backward, start, free[stage]))
                 turns[stage] += 1
@@ -117,26 +117,37 @@ def _find_input(stage: int, step: _Step, stages: int, chunks: int) -> tuple[int,
 
 def draw_pipeline(stages: int, microbatches: int, schedule: Schedule, virtual: int = 1) -> Markup | None:
     """Draw one step, a row for each stage; None for more passes than a page should have."""
-    if 2 * stages * microbatches * virtual > _DRAWN:
+    if 2 * stages * microbatches * virtual > _MAX_PASSES_DRAWN:
         return None
     passes = simulate_pipeline(stages, microbatches, schedule, virtual)
     end = max(one.end for one in passes)
     parts: list[str] = []
     for stage in range(stages):
-        top = stage * _ROW
-        parts.append(draw_text(_GUTTER - 1, top + 17, str(stage), look="name", anchor="end"))
-        parts.append(draw_box(_GUTTER, top + 2, 100 - _GUTTER, _ROW - 4, look="waits"))
+        top = stage * _ROW_HEIGHT_PIXELS
+        parts.append(draw_text(_STAGE_COLUMN_PERCENT - 1, top + 17, str(stage), look="name", anchor="end"))
+        parts.append(
+            draw_box(_STAGE_COLUMN_PERCENT, top + 2, 100 - _STAGE_COLUMN_PERCENT, _ROW_HEIGHT_PIXELS - 4, look="waits")
+        )
     parts += [part for one in passes for part in _draw_pass(one, end)]
     label = f"{schedule} schedule of {stages} stages and {microbatches} microbatches: when each stage works and waits"
-    return draw_picture(parts, height=stages * _ROW, label=label)
+    return draw_picture(parts, height=stages * _ROW_HEIGHT_PIXELS, label=label)
 
 
 def _draw_pass(one: PipelinePass, end: float) -> Sequence[str]:
-    scale = (100 - _GUTTER) / end
-    left, width, top = _GUTTER + one.start * scale, (one.end - one.start) * scale, one.stage * _ROW + 2
+    scale = (100 - _STAGE_COLUMN_PERCENT) / end
+    left, width, top = (
+        _STAGE_COLUMN_PERCENT + one.start * scale,
+        (one.end - one.start) * scale,
+        one.stage * _ROW_HEIGHT_PIXELS + 2,
+    )
     what = f"{'backward' if one.backward else 'forward'} pass of microbatch {one.microbatch}"
     look = f"{'backward' if one.backward else 'forward'} chunk{one.chunk % 2}"
-    box = draw_box(left, top, width, _ROW - 4, look=look, title=f"stage {one.stage}, chunk {one.chunk}: {what}")
-    if width < _LEGIBLE:
+    box = draw_box(
+        left, top, width, _ROW_HEIGHT_PIXELS - 4, look=look, title=f"stage {one.stage}, chunk {one.chunk}: {what}"
+    )
+    if width < _MIN_LABEL_WIDTH_PERCENT:
         return [box]
-    return [box, draw_frame(left, top, width, _ROW - 4, [draw_text(50, 15, str(one.microbatch), anchor="middle")])]
+    return [
+        box,
+        draw_frame(left, top, width, _ROW_HEIGHT_PIXELS - 4, [draw_text(50, 15, str(one.microbatch), anchor="middle")]),
+    ]

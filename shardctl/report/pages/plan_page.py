@@ -42,15 +42,15 @@ if TYPE_CHECKING:
     from shardctl.planning.plan_result import PlanResult
     from shardctl.tensors.mesh import Mesh
 
-_DRAWN: Final = 512
+_MAX_RANKS_DRAWN: Final = 512
 """Ranks in the picture of the mesh; beyond, one line says how many more there are."""
-_WIDE: Final = 16
+_MAX_RANKS_PER_LINE: Final = 16
 """Ranks of one line of it."""
-_AREAS: Final = 220
+_AREA_CHART_HEIGHT_PIXELS: Final = 220
 """Pixels of the picture of moments."""
 
 
-_LOOKS: Final = {"bold green": "yes", "bold yellow": "tight", "bold red": "no", "bold": ""}
+_CSS_CLASSES_BY_STYLE: Final = {"bold green": "yes", "bold yellow": "tight", "bold red": "no", "bold": ""}
 """The class of the answer's paragraph by its style in text."""
 
 
@@ -76,12 +76,12 @@ def _collect_facts(planned: PlanResult, command: Sequence[str]) -> dict[str, Any
         "workload": format_workload(planned) + format_beyond_positions(seen) if seen.work is not None else "",
         "room": format_room(seen) if seen.work is not None and seen.device is not None else "",
         "verdict": planned.verdict,
-        "verdict_look": _LOOKS[STYLES[planned.answer]],
+        "verdict_look": _CSS_CLASSES_BY_STYLE[STYLES[planned.answer]],
         "remarks": _list_remarks(planned),
         "categories": [(category, name_look(category)) for category in list_categories(estimate)],
-        "columns": min(next((degree for _, degree in reversed(mesh.axes) if degree > 1), 1), _WIDE),
+        "columns": min(next((degree for _, degree in reversed(mesh.axes) if degree > 1), 1), _MAX_RANKS_PER_LINE),
         "cells": _list_cells(mesh, estimate),
-        "undrawn": max(mesh.world - _DRAWN, 0),
+        "undrawn": max(mesh.world - _MAX_RANKS_DRAWN, 0),
         "types": format_fewest_by_type(planned.counsel.types) if planned.counsel.types else "",
         "strategies": [
             (
@@ -131,7 +131,9 @@ def _draw_moments(planned: PlanResult) -> Markup:
         for category, corners in list_areas(binding.timeline.list_moments() if binding.timeline is not None else ())
     ]
     label = f"bytes of each category in each moment of a step on rank {binding.holding.rank}"
-    return draw_picture([draw_shapes(0, 0, 100, _AREAS, shapes)], height=_AREAS, label=label)
+    return draw_picture(
+        [draw_shapes(0, 0, 100, _AREA_CHART_HEIGHT_PIXELS, shapes)], height=_AREA_CHART_HEIGHT_PIXELS, label=label
+    )
 
 
 def _draw_schedule(planned: PlanResult) -> dict[str, Any] | None:
@@ -219,7 +221,7 @@ def _list_remarks(planned: PlanResult) -> list[str]:
 def _list_cells(mesh: Mesh, estimate: MeshEstimate) -> list[tuple[int, str, int]]:
     """List number, label and bytes of each rank that is drawn."""
     needs = {build_holding_key(r.holding.coordinate): r.total().nbytes for r in estimate.ranks}
-    ranks = range(min(mesh.world, _DRAWN)) if mesh.world > 1 else ()
+    ranks = range(min(mesh.world, _MAX_RANKS_DRAWN)) if mesh.world > 1 else ()
     coordinates = ((rank, mesh.coordinate(rank)) for rank in ranks)
     return [(rank, mesh.label(rank), needs[build_holding_key(at)]) for rank, at in coordinates]
 

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
     from shardctl.estimate.search.mesh_comparison import MeshCandidate
 
-_HIGH: Final = 300
-_BOTTOM: Final = 252
-_TOP: Final = 12
-_LEFT: Final = 16.0
-_RIGHT: Final = 97.0
-_NAMED: Final = 5
-_TICKS: Final = 5
-_ROUND: Final = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)
+_PICTURE_HEIGHT_PIXELS: Final = 300
+_PLOT_BOTTOM_PIXELS: Final = 252
+_PLOT_TOP_PIXELS: Final = 12
+_PLOT_LEFT_PERCENT: Final = 16.0
+_PLOT_RIGHT_PERCENT: Final = 97.0
+_MAX_NUMBERED_POINTS: Final = 5
+_TARGET_TICK_COUNT: Final = 5
+_ROUND_TICK_VALUES: Final = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)
 
 
 def draw_search(ranked: Sequence[MeshCandidate], budget: int | None) -> Markup | None:
@@ -32,15 +32,15 @@ def draw_search(ranked: Sequence[MeshCandidate], budget: int | None) -> Markup |
     priced = [(one, one.cost.score) for one in ranked if one.cost is not None and one.cost.score > 0]
     if len(priced) < 2:  # noqa: PLR2004
         return None
-    across = _make_log_scale([score for _, score in priced], _LEFT, _RIGHT)
+    across = _make_log_scale([score for _, score in priced], _PLOT_LEFT_PERCENT, _PLOT_RIGHT_PERCENT)
     most = max([budget or 0, *(one.peak for one, _ in priced)]) * 1.05
 
     def down(nbytes: float) -> float:
-        return _BOTTOM - (_BOTTOM - _TOP) * nbytes / most
+        return _PLOT_BOTTOM_PIXELS - (_PLOT_BOTTOM_PIXELS - _PLOT_TOP_PIXELS) * nbytes / most
 
     parts = _draw_axes([score for _, score in priced], across, most, down)
     if budget:
-        parts.append(draw_line(_LEFT, down(budget), 100, down(budget), look="limit"))
+        parts.append(draw_line(_PLOT_LEFT_PERCENT, down(budget), 100, down(budget), look="limit"))
         parts.append(draw_text(100, down(budget) - 4, "limit", look="tick", anchor="end"))
     front = select_frontier([(score, one.peak) for one, score in priced])
     corners = [(across(priced[n][1]), down(priced[n][0].peak)) for n in front]
@@ -50,11 +50,13 @@ def draw_search(ranked: Sequence[MeshCandidate], budget: int | None) -> Markup |
         look = "dot best" if number in front else "dot"
         about = f"{number + 1}. {one.mesh}: {format_memory_size(one.peak)}, {format_time(score)} a token"
         parts.append(draw_dot(across(score), down(one.peak), 5 if number in front else 3.5, look=look, title=about))
-    parts += _draw_numbers([(across(priced[n][1]), down(priced[n][0].peak), n + 1) for n in front[:_NAMED]])
+    parts += _draw_numbers(
+        [(across(priced[n][1]), down(priced[n][0].peak), n + 1) for n in front[:_MAX_NUMBERED_POINTS]]
+    )
     label = (
         f"{len(priced)} meshes: memory of the heaviest rank against device-seconds per token; the table below has all"
     )
-    return draw_picture(parts, height=_HIGH, label=label)
+    return draw_picture(parts, height=_PICTURE_HEIGHT_PIXELS, label=label)
 
 
 def select_frontier(points: Sequence[tuple[float, float]]) -> list[int]:
@@ -79,20 +81,28 @@ def _make_log_scale(values: Sequence[float], left: float, right: float) -> Calla
 def _draw_axes(
     scores: Sequence[float], across: Callable[[float], float], most: float, down: Callable[[float], float]
 ) -> list[str]:
-    step = _round_step(most / _TICKS)
-    parts = [draw_line(_LEFT, _BOTTOM, 100, _BOTTOM, look="axis")]
+    step = _round_step(most / _TARGET_TICK_COUNT)
+    parts = [draw_line(_PLOT_LEFT_PERCENT, _PLOT_BOTTOM_PIXELS, 100, _PLOT_BOTTOM_PIXELS, look="axis")]
     for number in range(floor(most / step) + 1):
         at = down(number * step)
-        parts.append(draw_line(_LEFT, at, 100, at, look="grid"))
+        parts.append(draw_line(_PLOT_LEFT_PERCENT, at, 100, at, look="grid"))
         size = format_memory_size(int(number * step)) if number else "0"
-        parts.append(draw_text(_LEFT - 1, at + 4, size, look="tick", anchor="end"))
+        parts.append(draw_text(_PLOT_LEFT_PERCENT - 1, at + 4, size, look="tick", anchor="end"))
     last = -100.0
     for value in _list_round_values(min(scores), max(scores)):
-        if across(value) - last > 14 and across(value) <= _RIGHT:  # noqa: PLR2004 - percent that a label takes
+        if across(value) - last > 14 and across(value) <= _PLOT_RIGHT_PERCENT:  # noqa: PLR2004 - percent that a label takes
             last = across(value)
-            parts.append(draw_line(last, _BOTTOM, last, _BOTTOM + 4, look="axis"))
-            parts.append(draw_text(last, _BOTTOM + 18, format_time(value), look="tick", anchor="middle"))
-    parts.append(draw_text((_LEFT + 100) / 2, _HIGH - 6, "device-seconds per token", look="tick", anchor="middle"))
+            parts.append(draw_line(last, _PLOT_BOTTOM_PIXELS, last, _PLOT_BOTTOM_PIXELS + 4, look="axis"))
+            parts.append(draw_text(last, _PLOT_BOTTOM_PIXELS + 18, format_time(value), look="tick", anchor="middle"))
+    parts.append(
+        draw_text(
+            (_PLOT_LEFT_PERCENT + 100) / 2,
+            _PICTURE_HEIGHT_PIXELS - 6,
+            "device-seconds per token",
+            look="tick",
+            anchor="middle",
+        )
+    )
     return parts
 
 
@@ -106,7 +116,7 @@ def _round_step(step: float) -> float:
 
 def _list_round_values(low: float, high: float) -> list[float]:
     decades = range(floor(log10(low)), ceil(log10(high)) + 1)
-    return [n * 10.0**d for d in decades for n in _ROUND if low <= n * 10.0**d <= high] or [low]
+    return [n * 10.0**d for d in decades for n in _ROUND_TICK_VALUES if low <= n * 10.0**d <= high] or [low]
 
 
 def _draw_numbers(places: Sequence[tuple[float, float, int]]) -> list[str]:

@@ -16,12 +16,17 @@ if TYPE_CHECKING:
 
     from shardctl.estimate.model.inventory import TensorInventory, TensorKind
 
-_HIGH: Final = 300
-_WIDE: Final = 700.0
+_PICTURE_HEIGHT_PIXELS: Final = 300
+_PAGE_WIDTH_PIXELS: Final = 700.0
 """Pixels that a page is taken to be wide when areas are given their shapes."""
-_SHOWN: Final = 20
-_LOOKS: Final = {"layer": "in layers", "expert": "experts", "outside": "outside of layers", "other": "others"}
-_NUMBER: Final = re.compile(r"(?<![A-Za-z_0-9])\d+(?![A-Za-z_0-9])")
+_MAX_AREAS_SHOWN: Final = 20
+_LEGEND_LABELS_BY_CLASS: Final = {
+    "layer": "in layers",
+    "expert": "experts",
+    "outside": "outside of layers",
+    "other": "others",
+}
+_NUMBER_PATTERN: Final = re.compile(r"(?<![A-Za-z_0-9])\d+(?![A-Za-z_0-9])")
 
 Cell = tuple[float, float, float, float]
 """Left, top, width and height."""
@@ -33,35 +38,37 @@ def draw_parameters(inventory: TensorInventory) -> Markup | None:
     whole = sum(nbytes for _, _, nbytes in areas)
     if not whole:
         return None
-    scale = _WIDE * _HIGH / whole
-    cells = lay_out_areas([nbytes * scale for _, _, nbytes in areas], (0.0, 0.0, _WIDE, float(_HIGH)))
+    scale = _PAGE_WIDTH_PIXELS * _PICTURE_HEIGHT_PIXELS / whole
+    cells = lay_out_areas(
+        [nbytes * scale for _, _, nbytes in areas], (0.0, 0.0, _PAGE_WIDTH_PIXELS, float(_PICTURE_HEIGHT_PIXELS))
+    )
     parts: list[str] = []
     for (name, look, nbytes), (left, top, width, height) in zip(areas, cells, strict=True):
         size = f"{format_memory_size(nbytes)}, {100 * nbytes / whole:.1f} %"
-        place = 100 * left / _WIDE, top, 100 * width / _WIDE, height
+        place = 100 * left / _PAGE_WIDTH_PIXELS, top, 100 * width / _PAGE_WIDTH_PIXELS, height
         parts.append(draw_box(*place, look=f"area {look}", title=f"{name}: {size}"))
         if height > 18:  # noqa: PLR2004 - a line of text
             lines = [draw_text(0, 14, f"\u00a0{_shorten_name(name)}", look="area-name")]
             lines += [draw_text(0, 29, f"\u00a0{size}", look="area-size")] * (height > 34)  # noqa: PLR2004 - two lines
             parts.append(draw_frame(*place, lines))
     label = "; ".join(f"{name}: {format_memory_size(nbytes)}" for name, _, nbytes in areas)
-    return draw_picture(parts, height=_HIGH, label=f"the model's tensors by their bytes. {label}")
+    return draw_picture(parts, height=_PICTURE_HEIGHT_PIXELS, label=f"the model's tensors by their bytes. {label}")
 
 
 def list_areas_by_name(inventory: TensorInventory) -> list[tuple[str, str, int]]:
     """List name, look and bytes of tensors that are named alike but for numbers, the largest first, the rest as one."""
     sizes: Counter[tuple[str, str]] = Counter()
     for kind in inventory.kinds:
-        sizes[_NUMBER.sub("*", kind.example), _choose_look(kind)] += kind.count * kind.dtype.nbytes(kind.shape)
+        sizes[_NUMBER_PATTERN.sub("*", kind.example), _choose_look(kind)] += kind.count * kind.dtype.nbytes(kind.shape)
     ranked = [(name, look, nbytes) for (name, look), nbytes in sizes.most_common() if nbytes]
-    rest = sum(nbytes for *_, nbytes in ranked[_SHOWN:])
-    return ranked[:_SHOWN] + ([(f"{len(ranked) - _SHOWN} others", "other", rest)] if rest else [])
+    rest = sum(nbytes for *_, nbytes in ranked[_MAX_AREAS_SHOWN:])
+    return ranked[:_MAX_AREAS_SHOWN] + ([(f"{len(ranked) - _MAX_AREAS_SHOWN} others", "other", rest)] if rest else [])
 
 
 def list_looks(inventory: TensorInventory) -> list[tuple[str, str]]:
     """List what the colours stand for, each with its look, as far as there are any."""
     there = {look for _, look, _ in list_areas_by_name(inventory)}
-    return [(name, look) for look, name in _LOOKS.items() if look in there]
+    return [(name, look) for look, name in _LEGEND_LABELS_BY_CLASS.items() if look in there]
 
 
 def _choose_look(kind: TensorKind) -> str:

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     from shardctl.verify.level import LevelResult, VerifyResult
 
-_FINDINGS: Final = 1000
+_MAX_FINDINGS_SHOWN: Final = 1000
 """Findings of a page; one with more could not be read, and `--json` has them all."""
-_HIGH: Final = 54
+_PICTURE_HEIGHT_PIXELS: Final = 54
 
 
 def render_verify_page(verified: VerifyResult, command: Sequence[str]) -> str:
@@ -35,8 +35,8 @@ def render_verify_page(verified: VerifyResult, command: Sequence[str]) -> str:
         "notes": [f"{level.name}: {note}" for level in verified.levels for note in level.notes],
         "ran": [(level.name, *row) for level in verified.levels for row in _list_run_rows(level)],
         "files": draw_amounts(_count_by_file(verified), label="findings by file"),
-        "findings": verified.findings[:_FINDINGS],
-        "more": max(len(verified.findings) - _FINDINGS, 0),
+        "findings": verified.findings[:_MAX_FINDINGS_SHOWN],
+        "more": max(len(verified.findings) - _MAX_FINDINGS_SHOWN, 0),
         "loaded": draw_amounts(_list_loaded(verified), label="memory of each rank that was loaded"),
         "further": _list_next_steps(verified),
     }
@@ -50,14 +50,14 @@ def draw_levels(levels: Sequence[LevelResult]) -> Markup | None:
     width = 100 / len(levels)
     parts: list[str] = []
     for number, level in enumerate(levels):
-        place = number * width, 0, width, _HIGH
+        place = number * width, 0, width, _PICTURE_HEIGHT_PIXELS
         about = f"{level.name}: {level.status}" + (f": {level.reason}" if level.reason else "")
         parts.append(draw_box(*place, look=f"area {level.status}", title=about))
         words = [draw_text(50, 23, level.name, anchor="middle", look="area-name")]
         words.append(draw_text(50, 41, level.status, anchor="middle", look="area-size"))
         parts.append(draw_frame(*place, words))
     label = ", ".join(f"{level.name} {level.status}" for level in levels)
-    return draw_picture(parts, height=_HIGH, label=f"the levels of checks: {label}")
+    return draw_picture(parts, height=_PICTURE_HEIGHT_PIXELS, label=f"the levels of checks: {label}")
 
 
 def _build_level_row(level: LevelResult) -> tuple[str, ...]:

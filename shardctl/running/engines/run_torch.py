@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any, cast
 
-_LIKELIEST = 5
-_PREFIXES = ("", "model.", "module.", "state.model.", "app.model.")
+_TOP_TOKEN_COUNT = 5
+_TRAINER_NAME_PREFIXES = ("", "model.", "module.", "state.model.", "app.model.")
 """What trainers put before the names of a model's tensors."""
 
 
@@ -61,7 +61,7 @@ def build_divided(question: dict[str, Any], world: int) -> Any:  # noqa: ANN401 
         return model
     reader = dcp.FileSystemReader(question["path"])
     stored, state = reader.read_metadata().state_dict_metadata, model.state_dict()
-    prefix = max(_PREFIXES, key=lambda each: sum(f"{each}{name}" in stored for name in state))
+    prefix = max(_TRAINER_NAME_PREFIXES, key=lambda each: sum(f"{each}{name}" in stored for name in state))
     wanted = {f"{prefix}{name}": tensor for name, tensor in state.items()}
     dcp.load(wanted, storage_reader=reader)
     return model
@@ -122,7 +122,9 @@ def _compute_logits(model: Any, ids: Any) -> Any:  # noqa: ANN401 - a module and
 
 
 def _get_scores(every: Any, token: int) -> dict[int, float]:  # noqa: ANN401 - a tensor
-    return {each: float(every[each]) for each in {token, *every.topk(min(_LIKELIEST, len(every))).indices.tolist()}}
+    return {
+        each: float(every[each]) for each in {token, *every.topk(min(_TOP_TOKEN_COUNT, len(every))).indices.tolist()}
+    }
 
 
 def _get_classes(config: Any) -> Any:  # noqa: ANN401 - of transformers

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-_SETTINGS = {
+_ENVIRONMENT_DEFAULTS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -22,7 +22,7 @@ _SETTINGS = {
     "HF_HUB_OFFLINE": "1",
 }
 """Unless the environment says otherwise: a small cache, no compiling, nothing from the network."""
-_LIKELIEST = 5
+_TOP_TOKEN_COUNT = 5
 
 
 def main(question: dict[str, Any], answer: dict[str, Any]) -> None:
@@ -57,8 +57,8 @@ def main(question: dict[str, Any], answer: dict[str, Any]) -> None:
     asked = vllm.SamplingParams(
         temperature=0,
         max_tokens=question["tokens"],
-        logprobs=_LIKELIEST,
-        prompt_logprobs=_LIKELIEST,
+        logprobs=_TOP_TOKEN_COUNT,
+        prompt_logprobs=_TOP_TOKEN_COUNT,
         ignore_eos=True,
         detokenize=False,
     )
@@ -79,7 +79,7 @@ def _get_scores(position: Any) -> dict[int, float]:  # noqa: ANN401 - vLLM's, or
 
 
 if __name__ == "__main__":
-    for name, value in _SETTINGS.items():
+    for name, value in _ENVIRONMENT_DEFAULTS.items():
         os.environ.setdefault(name, value)
     said: dict[str, Any] = {"stage": "import"}
     try:

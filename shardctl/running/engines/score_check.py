@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from shardctl.verify.engine_result import Scores, TokenScores
 
-_LIKELIEST: Final = 5
+_TOP_TOKEN_COUNT: Final = 5
 BOUND: Final = 1e-3
 """Of the difference of two log-probabilities in fp32."""
 MARGIN: Final = 4
@@ -80,7 +80,7 @@ def measure_rounding(exact: Sequence[TokenScores], rounded: Sequence[TokenScores
     found = ScoreComparison()
     for one, other in zip(exact, rounded, strict=True):
         for wanted, said in zip(one.prompt, other.prompt, strict=True):
-            likeliest = sorted(range(len(wanted)), key=lambda token, row=wanted: -row[token])[:_LIKELIEST]  # type: ignore[misc]
+            likeliest = sorted(range(len(wanted)), key=lambda token, row=wanted: -row[token])[:_TOP_TOKEN_COUNT]  # type: ignore[misc]
             found.compare("", {token: float(said[token]) for token in likeliest}, wanted)
     return found.apart
 

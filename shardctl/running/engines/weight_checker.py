@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 EMPTY: Final = sha256(b"").hexdigest()
 """Of a parameter without elements: its kernel keeps the weight somewhere else."""
-_KEY: Final = re.compile(r"dp([0-9]{1,6}):pp([0-9]{1,6}):pcp([0-9]{1,6}):tp([0-9]{1,6}):(.+)")
-_SUM: Final = re.compile(r"[0-9a-f]{64}")
-_LARGEST: Final = 1 << 30
+_CHECKSUM_KEY_PATTERN: Final = re.compile(r"dp([0-9]{1,6}):pp([0-9]{1,6}):pcp([0-9]{1,6}):tp([0-9]{1,6}):(.+)")
+_SHA256_PATTERN: Final = re.compile(r"[0-9a-f]{64}")
+_MAX_RESPONSE_BYTES: Final = 1 << 30
 """Bytes of an answer; 10,000 parameters on 64 ranks take 100 MB."""
 _KEY_VARIABLE: Final = "VLLM_API_KEY"
 _NOT_THERE: Final = (404, 405)
-_REFUSED: Final = (401, 403)
-_REDIRECTS: Final = range(300, 400)
+_UNAUTHORIZED_STATUSES: Final = (401, 403)
+_REDIRECT_STATUSES: Final = range(300, 400)
 _OTHER_FORM: Final = (400, 422)
 """What FastAPI answers if a request has another form than its route."""
-_BUSY: Final = (429, 502, 503, 504)
-_TOLD: Final = 200
+_RETRYABLE_STATUSES: Final = (429, 502, 503, 504)
+_MAX_REASON_CHARACTERS: Final = 200
 """Characters of an engine's own words that a message repeats."""
 
 
@@ -70,11 +70,11 @@ def fetch_held_weights(address: str, seconds: float) -> HeldWeights:
     try:
         request = urllib.request.Request(url, b'{"action": "checksum"}', headers)  # noqa: S310 - http or https
         with opener.open(request, timeout=seconds) as answer:
-            content = answer.read(_LARGEST + 1)
-            lost = answer.length if len(content) <= _LARGEST else 0
+            content = answer.read(_MAX_RESPONSE_BYTES + 1)
+            lost = answer.length if len(content) <= _MAX_RESPONSE_BYTES else 0
     except urllib.error.HTTPError as error:
         with error:
-            if error.code in _REDIRECTS:
+            if error.code in _REDIRECT_STATUSES:
                 raise UsageError(
                     f"{url} redirects to {error.headers.get('location', 'nowhere')!a:.200}, which is not asked: "
                     "the key is for the address that was given",
@@ -119,7 +119,7 @@ def _read_reason(error: urllib.error.HTTPError) -> str:
     for key in ("error", "detail", "message"):
         while isinstance(said, dict) and key in said:
             said = said[key]
-    return f": {ascii(said)[:_TOLD]}" if said else ""
+    return f": {ascii(said)[:_MAX_REASON_CHARACTERS]}" if said else ""
 
 
 def _explain_status(url: str, status: int, reason: str) -> UnsupportedError | AccessError | TransientError:
@@ -128,14 +128,14 @@ def _explain_status(url: str, status: int, reason: str) -> UnsupportedError | Ac
             f"{url} is not there (HTTP {status})",
             hint="vLLM has it where its routes for reinforcement learning are on; SGLang has other sums",
         )
-    if status in _REFUSED:
+    if status in _UNAUTHORIZED_STATUSES:
         return AccessError(f"{url} is refused (HTTP {status})", hint=f"set {_KEY_VARIABLE} to the engine's --api-key")
     if status in _OTHER_FORM:
         return UnsupportedError(
             f"{url} wants another request (HTTP {status}){reason}",
             hint="shardctl asks as vLLM 0.32 is asked; another version or engine may have another route of this name",
         )
-    if status in _BUSY:
+    if status in _RETRYABLE_STATUSES:
         return TransientError(
             f"the engine behind {url} is not ready (HTTP {status}){reason}",
             hint="it may still load its weights; ask again when its /health answers 200",
@@ -145,13 +145,13 @@ def _explain_status(url: str, status: int, reason: str) -> UnsupportedError | Ac
 
 def _parse_answer(content: bytes, address: str) -> HeldWeights:
     try:
-        said = json.loads(content)["checksums"] if len(content) <= _LARGEST else None
+        said = json.loads(content)["checksums"] if len(content) <= _MAX_RESPONSE_BYTES else None
     except (ValueError, LookupError, TypeError, RecursionError):
         said = None
     found = {}
     for key, value in said.items() if isinstance(said, dict) else ():
-        match = _KEY.fullmatch(key)
-        if match is None or not isinstance(value, str) or _SUM.fullmatch(value) is None:
+        match = _CHECKSUM_KEY_PATTERN.fullmatch(key)
+        if match is None or not isinstance(value, str) or _SHA256_PATTERN.fullmatch(value) is None:
             raise SourceError(f"{address} names a sum {key!a:.100}, whose form is not known here")
         dp, pp, pcp, tp = (int(number) for number in match.groups()[:4])
         found[dp, pcp, pp, tp, match[5]] = value

@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     from shardctl.tensors.mesh import Mesh
     from shardctl.verify.forward_result import ForwardResult
 
-_TIMEOUT: Final = timedelta(seconds=120)
+_RENDEZVOUS_TIMEOUT: Final = timedelta(seconds=120)
 """In which ranks must meet; the parent sees a rank that hangs without using the processor long before."""
-_IDLE: Final = 60.0
+_MAX_IDLE_SECONDS: Final = 60.0
 """Seconds in which no rank uses the processor or the disk: a network file system may take some to begin with."""
-_SILENCE: Final = 120.0
+_MAX_SILENCE_SECONDS: Final = 120.0
 """Seconds without a read or an exchange of any rank: each takes seconds at most, even of the slowest disk."""
-_FEW: Final = 4 << 30
+_MAX_SINGLE_PROCESS_BYTES: Final = 4 << 30
 """Bytes of weights up to which ranks in one process are done before processes of their own have begun to work."""
 
 
@@ -103,7 +103,7 @@ def choose_process_count(places: Sequence[str], nbytes: int) -> int:
     """
     if is_cuda_device(places[0]):
         return len(places)
-    return (os.cpu_count() or 1) if nbytes > _FEW else 0
+    return (os.cpu_count() or 1) if nbytes > _MAX_SINGLE_PROCESS_BYTES else 0
 
 
 def compare_by_processes(
@@ -124,7 +124,14 @@ def compare_by_processes(
         work = partial(_compute_on_rank, proved, right, replace(options, watcher=NullWatcher()), folder)
         start: Start = "spawn" if is_cuda_device(options.device) else "forkserver"
         try:
-            results = run_ranks(work, mesh.world, start=start, environment=environment, idle=_IDLE, silence=_SILENCE)
+            results = run_ranks(
+                work,
+                mesh.world,
+                start=start,
+                environment=environment,
+                idle=_MAX_IDLE_SECONDS,
+                silence=_MAX_SILENCE_SECONDS,
+            )
         except RankError as error:
             if error.raised == MeetingError.__name__:
                 raise NotStartedError(error.message) from error
@@ -173,7 +180,7 @@ def _meet_others(mesh: Mesh, device: str, folder: str, rank: RankProcess) -> Pro
             init_method=(Path(folder) / "meeting").as_uri(),
             rank=rank.number,
             world_size=rank.world,
-            timeout=_TIMEOUT,
+            timeout=_RENDEZVOUS_TIMEOUT,
         )
         team = ProcessTeam(rank.number, mesh, device, rank.beat)
         dist.barrier()

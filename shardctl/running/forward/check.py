@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from shardctl.running.worker_process import RankProcess
 
 _Torch = Any
-_SHARE: Final = 2
+_MEMORY_SHARE_DIVISOR: Final = 2
 """The weights in fp32 may take one part in so many of the memory that is there: here they are all held at once."""
-_TOLD: Final = 200
+_MAX_MESSAGE_CHARACTERS: Final = 200
 """Characters of what transformers says."""
-_BOUND: Final = 1e-4
+_MAX_RELATIVE_DISTANCE: Final = 1e-4
 """Of the relative distance of the outputs, as for our own."""
 
 
@@ -94,7 +94,7 @@ def _ask_second_opinion(
         return SecondOpinion("skipped", "the mesh has no tp" if degree == 1 else "the model is not known")
     needed = 4 * sum(prod(tensor.shape) for tensor in candidate.manifest.tensors.values())
     there = measure_host_memory()
-    if needed * _SHARE > there:
+    if needed * _MEMORY_SHARE_DIVISOR > there:
         reason = f"transformers holds all ranks' weights at once, {needed:,} bytes, and there are {there:,}"
         return SecondOpinion("skipped", reason)
     try:
@@ -107,7 +107,9 @@ def _ask_second_opinion(
         return SecondOpinion("skipped", error.message)
     except RankError as error:
         told = error.message.replace("rank 0 raised ", "transformers raised ").splitlines()[0]
-        return SecondOpinion("skipped", told[:_TOLD] + ("..." if len(told) > _TOLD else ""))
+        return SecondOpinion(
+            "skipped", told[:_MAX_MESSAGE_CHARACTERS] + ("..." if len(told) > _MAX_MESSAGE_CHARACTERS else "")
+        )
     return SecondOpinion(**found)
 
 
@@ -145,8 +147,10 @@ def _compare_with_native(
             f"layout differs from that of transformers {list_versions()['transformers']} at {format_first_few(foreign)}"
         )
         return {"status": "skipped", "reason": f"{cuts}; it computed from several ranks' files", "error": apart}
-    if apart > _BOUND:
-        reason = f"transformers' tensor parallelism computes something else: {apart:.2e}, at most {_BOUND:g}"
+    if apart > _MAX_RELATIVE_DISTANCE:
+        reason = (
+            f"transformers' tensor parallelism computes something else: {apart:.2e}, at most {_MAX_RELATIVE_DISTANCE:g}"
+        )
         return {"status": "differs", "reason": reason, "error": apart}
     return {"status": "agrees", "error": apart}
 

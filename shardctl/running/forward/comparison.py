@@ -57,11 +57,11 @@ if TYPE_CHECKING:
     from shardctl.verify.tolerance import ChangeKind
 
 Torch = Any
-_LIMIT: Final = 128 << 20
+_MAX_LOADED_WEIGHT_BYTES: Final = 128 << 20
 """Bytes of one weight that are held at once; a matrix of 4096 x 8192 in fp32, and enough rows of any other."""
 
-_UNREACHED: Final = "not computed with: these inputs do not reach it"
-_LOOSE: Final = "joined: it is no part of a block, and code of the whole model uses it"
+_UNREACHED_REASON: Final = "not computed with: these inputs do not reach it"
+_OUTSIDE_BLOCKS_REASON: Final = "joined: it is no part of a block, and code of the whole model uses it"
 
 _WINDOW: Final = 256
 """Tokens of a window of a text: their logits of 256,000 tokens in fp32 are 250 MiB."""
@@ -84,7 +84,7 @@ class ForwardOptions:
     """Whether transformers' own tensor parallelism is asked as well."""
     processes: int = 0
     """Ranks have a process of their own if there are at most so many; else all are run in this one."""
-    limit: int = _LIMIT
+    limit: int = _MAX_LOADED_WEIGHT_BYTES
     """Bytes of one weight that are held at once."""
     seq_len: int | None = None
     """Tokens of each sequence; None for 32, and for windows of 256 of a text."""
@@ -533,11 +533,11 @@ def _list_reasons(executor: ModelExecutor, ranks: RankRunner) -> Iterator[tuple[
     """List every slot with why ranks did not compute with their own; an empty text if they did."""
     for slot in executor.skeleton.loose:
         spec = ranks.views.specs.get(slot)
-        yield slot, _LOOSE if spec is not None and spec.axes else ""  # else each rank has all of it
+        yield slot, _OUTSIDE_BLOCKS_REASON if spec is not None and spec.axes else ""  # else each rank has all of it
     skeleton = executor.skeleton
     used = {id(slot) for unit in skeleton.units if unit.name in executor.reached for slot in unit.slots}
     for unit in skeleton.units:
         apart = ranks.joined.get(unit.name)
         for slot in unit.slots:
             reached = not used.isdisjoint(map(id, skeleton.slots[slot.names[0]]))  # by one of its names, if it is tied
-            yield slot, f"joined: {apart}" if apart else ("" if reached else _UNREACHED)
+            yield slot, f"joined: {apart}" if apart else ("" if reached else _UNREACHED_REASON)

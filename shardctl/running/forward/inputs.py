@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 Torch = Any
 SEED: Final = 20_240_229
 BATCH, LENGTH = 2, 32
-_POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_target_positions", "seq_length")
-_SPARE: Final = 4
+_CONTEXT_LENGTH_KEYS: Final = ("max_position_embeddings", "n_positions", "max_target_positions", "seq_length")
+_SPARE_POSITION_COUNT: Final = 4
 """Positions that are not used: some models begin to count after the padding token."""
 
 
@@ -165,8 +165,8 @@ def count_positions(model: Torch) -> int:
 
 
 def _count_config_positions(text: Torch) -> int:
-    found = [getattr(text, name) for name in _POSITIONS if isinstance(getattr(text, name, None), int)]
-    return min((limit - _SPARE for limit in found), default=1 << 40)
+    found = [getattr(text, name) for name in _CONTEXT_LENGTH_KEYS if isinstance(getattr(text, name, None), int)]
+    return min((limit - _SPARE_POSITION_COUNT for limit in found), default=1 << 40)
 
 
 def list_position_limits(model: Torch) -> Iterator[tuple[str, int]]:

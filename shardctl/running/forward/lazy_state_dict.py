@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Array = Any
 """A `torch.Tensor`: torch is imported only when something is read, so its types cannot be named here."""
-_SCRATCH: Final = 1 << 20
+_READ_BUFFER_BYTES: Final = 1 << 20
 """Bytes in which pieces with gaps are gathered; each read has its own, so threads can read one tensor."""
 
 
@@ -48,7 +48,7 @@ def read_box(reader: ByteReader, index: ChunkIndex, box: Box) -> Array:
     dtype = index.chunks[0].dtype
     kind = get_torch_type(dtype)
     buffer = torch.empty(dtype.nbytes(box.shape), dtype=torch.uint8)  # torch aligns what NumPy may not
-    if box.size and BandBuffer(_SCRATCH).read(reader, index, box, buffer.numpy()) != box.size:
+    if box.size and BandBuffer(_READ_BUFFER_BYTES).read(reader, index, box, buffer.numpy()) != box.size:
         raise CoverageError(f"{index.chunks[0].name}: not every element of {box} is stored")
     return buffer.view(kind).reshape(dtype.unit_shape(box.shape))
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 Torch = Any
-_UNSTABLE: Final = re.compile(r"^(\S+) does not have a deterministic implementation")
+_NONDETERMINISTIC_WARNING_PATTERN: Final = re.compile(r"^(\S+) does not have a deterministic implementation")
 """How torch warns of a kernel whose result depends on the order in which threads come to add, such as histc
 (`alertNotDeterministic` of aten/src/ATen/Context.cpp). For cumulative sums, index_add and cuDNN's convolutions it has
 others, which it chooses where it is asked for them."""
@@ -82,7 +82,7 @@ def record_unstable_kernels(device: str, found: dict[str, None]) -> Iterator[Non
             torch.use_deterministic_algorithms(enabled, warn_only=warned)
             fills.fill_uninitialized_memory, torch.backends.cudnn.benchmark = filled, tried
     for each in caught:
-        name = _UNSTABLE.match(str(each.message))
+        name = _NONDETERMINISTIC_WARNING_PATTERN.match(str(each.message))
         if name is not None:
             found[name[1]] = None
         elif _OF_CUBLAS not in str(each.message):

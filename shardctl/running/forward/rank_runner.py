@@ -31,12 +31,12 @@ Torch = Any
 _ReadSlots = Callable[[Iterable["TensorSlot"], "ModelWeights"], dict["TensorSlot", Torch]]
 """Gives what weights put into some slots."""
 _ACROSS_HEADS: Final = re.compile(r"(q|k|query|key)_?(layer_?)?norm")
-_INSIDE: Final = re.compile(r"(attn|ffn)_sub_norm")
+_SUB_NORM_PATTERN: Final = re.compile(r"(attn|ffn)_sub_norm")
 """Norms of what attention and an MLP hand to their last matrix (BitNet)."""
-_KEEPER: Final = "_gaussian_topk"
+_GAUSSIAN_TOPK_METHOD: Final = "_gaussian_topk"
 """What transformers calls the method of an MLP that sets all but the largest results of its gate to zero."""
-_STACK: Final = 3
-_SUMMING: Final = {"DbrxExpertGLU"}
+_STACKED_MATRIX_NDIM: Final = 3
+_ROW_PARALLEL_CLASSES: Final = {"DbrxExpertGLU"}
 """Classes that multiply by matrices of their own, of which tp cuts what the last product sums over."""
 
 
@@ -114,13 +114,13 @@ class _RankModule:
             self._meet_leaf(kind, original, mine, weight)
             return
         own = [slot for (owner, _), slot in self.slots.items() if owner == id(original)]
-        arrays = [slot for slot in own if len(slot.shape) == _STACK]
+        arrays = [slot for slot in own if len(slot.shape) == _STACKED_MATRIX_NDIM]
         stacks = [slot for slot in arrays if self._is_expert(slot)]
         if not stacks and any(
-            _STACK - 1 in self._cut_dims(slot) for slot in arrays
+            _STACKED_MATRIX_NDIM - 1 in self._cut_dims(slot) for slot in arrays
         ):  # experts of attention sum over heads
             self._after(mine, self._adding("tp"))
-        if type(original).__name__ in _SUMMING and any(map(self._cut_dims, own)):
+        if type(original).__name__ in _ROW_PARALLEL_CLASSES and any(map(self._cut_dims, own)):
             self._after(mine, self._adding("tp"))
         if len(stacks) > 1 or any(not self._cut_dims(slot).get(1) for slot in stacks):
             self._add_biases_once(original, mine, stacks)
@@ -137,18 +137,18 @@ class _RankModule:
         for name, child in original._modules.items():  # noqa: SLF001
             if child is not None and _ACROSS_HEADS.fullmatch(name):
                 self._show_all_heads(original, child, self.copies[id(child)][1])
-            elif child is not None and _INSIDE.fullmatch(name):
+            elif child is not None and _SUB_NORM_PATTERN.fullmatch(name):
                 self._show_whole_products(original, child, self.copies[id(child)][1])
             elif child is not None and name == "norm":
                 self._show_whole_groups(child, self.copies[id(child)][1])
 
     def _show_all_columns(self, original: Torch, mine: Torch) -> None:
         """Have an MLP that keeps the largest results of its gate compare those of all ranks."""
-        keep = getattr(original, _KEEPER, None)
+        keep = getattr(original, _GAUSSIAN_TOPK_METHOD, None)
         gate = self.slots.get((id(getattr(original, "gate_proj", None)), "weight"))
         if keep is not None and 0 in self._cut_dims(gate):
             adding = self._adding("tp")
-            mine.__dict__[_KEEPER] = lambda results: keep(adding(results))
+            mine.__dict__[_GAUSSIAN_TOPK_METHOD] = lambda results: keep(adding(results))
 
     def _show_whole_groups(self, norm: Torch, mine: Torch) -> None:
         """Have a norm over groups of channels see whole groups, where there are more ranks than groups."""
@@ -170,7 +170,12 @@ class _RankModule:
             return
         for (owner, attribute), slot in self.slots.items():
             spec = self.views.specs.get(slot)
-            if owner != id(original) or spec is None or slot not in self.values or len(slot.shape) == _STACK:
+            if (
+                owner != id(original)
+                or spec is None
+                or slot not in self.values
+                or len(slot.shape) == _STACKED_MATRIX_NDIM
+            ):
                 continue
             if not any(cut.axis == "etp" for dim in spec.cuts for cut in dim):
                 mine._parameters[attribute] = self.values[slot] * 0  # noqa: SLF001

@@ -171,7 +171,7 @@ class CheckpointShards:
         for rank, held in shards.placed.ranks():
             for piece in held:
                 name = piece.tensor.name
-                holding = TensorShards(rank, piece.boxes, own[name].get(rank, _NOTHING))
+                holding = TensorShards(rank, piece.boxes, own[name].get(rank, _EMPTY_CHUNK_INDEX))
                 shards._holdings.setdefault(name, []).append((holding, piece.names))
         return shards
 
@@ -207,7 +207,7 @@ class CheckpointShards:
         return HeldTensor(called, tensor, [replace(h, own=_drop_duplicates(h.own)) for h in holdings], self)
 
 
-_NOTHING: Final = ChunkIndex([])
+_EMPTY_CHUNK_INDEX: Final = ChunkIndex([])
 
 
 def _group_by_rank(tensor: Tensor) -> dict[int, ChunkIndex]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardctl.running.forward.weights import ModelWeights
 
 Torch = Any
-_NDIM: Final = 3
+_EXPERT_STACK_NDIM: Final = 3
 
 
 @state_class
@@ -69,4 +69,9 @@ def count_idle_experts(model: Torch, seen: dict[str, set[int]]) -> tuple[int, in
 def is_stack(slot: TensorSlot, precision: ComputePrecision) -> bool:
     """Return whether the slot holds more experts than may be held at once."""
     large = prod(slot.shape) * precision.dtype.itemsize > precision.limit
-    return large and len(slot.shape) == _NDIM and "Experts" in type(slot.module).__name__ and not slot.is_buffer
+    return (
+        large
+        and len(slot.shape) == _EXPERT_STACK_NDIM
+        and "Experts" in type(slot.module).__name__
+        and not slot.is_buffer
+    )

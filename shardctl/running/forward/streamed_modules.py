@@ -179,7 +179,7 @@ def find_leaf(slot: TensorSlot, weights: ModelWeights, precision: ComputePrecisi
     return StreamedLinear(slot.module, WeightPart(lazy, slot, weights, precision, whole), kind)
 
 
-_LINEAR: Final = {"FalconLinear"}
+_LINEAR_CLASS_NAMES: Final = {"FalconLinear"}
 """Classes with a forward of their own that computes what Linear does."""
 
 
@@ -191,7 +191,7 @@ def find_leaf_kind(module: Torch) -> str | None:
     from transformers.pytorch_utils import Conv1D
 
     forward = type(module).forward
-    if forward is nn.Linear.forward or (isinstance(module, nn.Linear) and type(module).__name__ in _LINEAR):
+    if forward is nn.Linear.forward or (isinstance(module, nn.Linear) and type(module).__name__ in _LINEAR_CLASS_NAMES):
         return "linear"
     if forward is Conv1D.forward:
         return "conv1d"

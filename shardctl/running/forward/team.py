@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardctl.tensors.mesh import Mesh
 
 Torch = Any
-_TOLD = (CoverageError, UnsupportedError)
+_BROADCAST_ERROR_TYPES = (CoverageError, UnsupportedError)
 """What one rank finds wrong and all others are told, so that nobody waits for what never comes."""
 
 
@@ -137,7 +137,7 @@ class _DictForm:
 def _attempt_compute(compute: Callable[[], Torch]) -> object:
     try:
         return compute()
-    except _TOLD as error:
+    except _BROADCAST_ERROR_TYPES as error:
         return error
 
 

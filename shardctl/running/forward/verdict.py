@@ -21,7 +21,7 @@ Torch = Any
 _POSITIONS: Final = 64
 """Positions whose log-probabilities are computed at once: 64 of 256,000 tokens in fp64 are 125 MiB."""
 _TOP: Final = 5
-_MASKED: Final = -1e38
+_MASKED_LOGIT_THRESHOLD: Final = -1e38
 """Logits below are those of tokens that a bias forbids with the lowest number of fp32 or bf16."""
 
 
@@ -121,7 +121,7 @@ def find_lost_outputs(name: str, exact: Torch, found: Torch | None, *, allowed: 
     if found is None or found.shape != exact.shape:
         return
     nans = found.isnan()
-    infinite = found.isinf() & exact.isfinite() & (exact.float() > _MASKED)
+    infinite = found.isinf() & exact.isfinite() & (exact.float() > _MASKED_LOGIT_THRESHOLD)
     lost = nans if allowed else nans | infinite
     if bool(lost.any()):
         kind = "not a number" if bool(nans.any()) else "infinite"
