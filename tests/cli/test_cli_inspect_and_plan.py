@@ -264,6 +264,7 @@ def test_plan_as_json(say, source):
             "device",
             "verdict",
             "cost",
+            "run",
             "offload",
             "strategies",
         ),
