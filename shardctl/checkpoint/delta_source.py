@@ -17,14 +17,14 @@ from shardctl.base.value import state_class, value_class
 from shardctl.base.workers import ExecutionOptions, StopRequest, choose_thread_count, run_in_threads
 from shardctl.libraries.files.file_names import SAFETENSORS
 from shardctl.libraries.files.impostors import list_adapter_files
-from shardctl.libraries.reader import find_given_file
-from shardctl.libraries.safetensors.deltas import (
+from shardctl.libraries.files.weight_deltas import (
     DECODER_BYTES,
     MARKER,
     begin_checksum,
     begin_patch,
     read_delta,
 )
+from shardctl.libraries.reader import find_given_file
 from shardctl.libraries.safetensors.header import read_header
 from shardctl.storage import FileStat
 from shardctl.storage.addresses import open_source
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from shardctl.libraries.safetensors.deltas import PatchDecoder, WeightDelta
+    from shardctl.libraries.files.weight_deltas import PatchDecoder, WeightDelta
     from shardctl.libraries.safetensors.header import HeaderArray
     from shardctl.storage import FileProofs, Source, Span
     from shardctl.tensors.bands import ByteReader
