@@ -21,9 +21,13 @@ _SIGNS_BY_CHANGE: Final = {"only_in_a": "-", "only_in_b": "+", "content": "~"}
 
 
 def render_difference(diffed: DiffResult, *, everything: bool = False) -> RenderableType:
-    """Render the verdict, then ``-`` only in the first, ``+`` only in the second, ``~`` in both and not the same."""
+    """Render the verdict, then ``-`` only in the first, ``+`` only in the second, ``~`` in both and not the same.
+
+    Tensors that are equal after a cast come last, because a short list must not hide one whose values differ.
+    """
+    changes = sorted(diffed.changes, key=lambda change: change.kind == "dtype" and not change.count)
     lines = [
-        *(render_line(_format_change(change), _STYLES_BY_CHANGE.get(change.kind, "")) for change in diffed.changes),
+        *(render_line(_format_change(change), _STYLES_BY_CHANGE.get(change.kind, "")) for change in changes),
         *(render_line(f"~ {each.file} {each.key}  {each.a} -> {each.b}") for each in diffed.config_changes),
         *(
             render_line(f"{_SIGNS_BY_CHANGE[each.kind]} {each.file}", _STYLES_BY_CHANGE.get(each.kind, ""))
