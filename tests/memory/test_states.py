@@ -289,7 +289,7 @@ def test_autocast_keeps_fp32_and_casts():
     assert next(t for t in buckets if "buckets" in t.name).high == 4 * inventory.elements
 
 
-@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("profile", [name for name in PROFILES if name != "ddp"])
 @pytest.mark.parametrize("name", ["llama", "mixtral", "deepseek_v3", "t5", "gpt2", "mamba"])
 @pytest.mark.parametrize("mesh", ["dp=2", "fsdp=3", "dp=2,fsdp=2"])
 def test_more_sharing_is_never_more(profile, name, mesh):
@@ -302,6 +302,12 @@ def test_more_sharing_is_never_more(profile, name, mesh):
     for stage in (0, 1, 2, 3):
         names = [t.name for t in terms(inventory, mesh, profile=profile, zero=stage)]
         assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(("mesh", "zero"), [("dp=2", 2), ("fsdp=3", None)])
+def test_ddp_shares_nothing(mesh, zero):
+    with pytest.raises(UsageError, match="DDP shares no states"):
+        terms(of_config("llama"), mesh, profile="ddp", zero=zero)
 
 
 def test_codes_are_not_trained():
