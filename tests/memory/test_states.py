@@ -304,7 +304,7 @@ def test_more_sharing_is_never_more(profile, name, mesh):
         assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize(("mesh", "zero"), [("dp=2", 2), ("fsdp=3", None)])
+@pytest.mark.parametrize(("mesh", "zero"), [("dp=2", 2), ("fsdp=3", 0)])
 def test_ddp_shares_nothing(mesh, zero):
     with pytest.raises(UsageError, match="DDP shares no states"):
         terms(of_config("llama"), mesh, profile="ddp", zero=zero)
