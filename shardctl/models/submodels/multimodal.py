@@ -238,7 +238,7 @@ def _list_inner_adapters(config: Mapping[str, object], stored: Manifest) -> dict
     """List the ranks of the adapters in a checkpoint, by name; of a config alone, those that it speaks of.
 
     >>> from shardctl.tensors.manifest import Manifest
-    >>> list_inner_adapters({"vision_lora": {"r": 256}}, Manifest("", {}, {}))
+    >>> _list_inner_adapters({"vision_lora": {"r": 256}}, Manifest("", {}, {}))
     {'vision': 256}
     """
     if stored.tensors:
