@@ -1,10 +1,13 @@
 """What all tests share."""
 
 import gc
+import json
 import os
 import re
 import signal
+import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
@@ -131,11 +134,14 @@ def minilm() -> Path:
 
 @pytest.fixture(autouse=True, scope="session")
 def _every_result_passes_its_own_verify() -> Iterator[None]:
-    """Fail the test in which this process writes a directory or a prefix that `verify` finds wrong, from headers alone.
+    """Fail the test that writes a directory or a prefix which `verify` finds wrong, from headers alone.
+
+    The result may come from this process, or from a program that a test runs to its end with `subprocess.run`.
 
     `wrong_result` marks tests that do so on purpose.
     """
     from shardctl.conversion import bucket_output
+    from shardctl.libraries.catalogue import LAYOUT_FILES
     from shardctl.verbs import finish, reshard
     from shardctl.verbs.verify import verify
 
@@ -155,11 +161,24 @@ def _every_result_passes_its_own_verify() -> Iterator[None]:
             finding.message for finding in checked.findings if finding.severity == "error"
         ]
 
-    assemble, convert = reshard.assemble_result, bucket_output.convert_into_bucket
+    def run_and_verify(command: Any, *rest: Any, **options: Any) -> Any:
+        began = time.time_ns() - 10**8  # the clock of files is coarse
+        done = run_program(command, *rest, **options)
+        parts = [command] if isinstance(command, str | bytes | Path) else command
+        words = {word for part in parts for word in re.split(r"[\s'\";&|]+", os.fsdecode(part)) if word}
+        if "reshard" in words and done.returncode == 0:
+            for record in (Path(options.get("cwd") or ".", word, "shardctl.json") for word in words):
+                written = record.is_file() and record.stat().st_mtime_ns >= began
+                if written and json.loads(record.read_text())["layout"] in LAYOUT_FILES:  # a recipe adds one
+                    require_sound_result(record.parent)
+        return done
+
+    assemble, convert, run_program = reshard.assemble_result, bucket_output.convert_into_bucket, subprocess.run
     with pytest.MonkeyPatch.context() as patch:
         for verb in (reshard, finish):
             patch.setattr(verb, "assemble_result", assemble_and_verify)
         patch.setattr(bucket_output, "convert_into_bucket", convert_and_verify)
+        patch.setattr(subprocess, "run", run_and_verify)
         yield
 
 
