@@ -451,6 +451,11 @@ def mask(value):
         ("verify cut --against llama", lambda: shardctl.verify("cut", against="llama")),
         ("verify llama --for vllm", lambda: shardctl.verify("llama", for_="vllm")),
         ("reshard llama whole --to hf", lambda: shardctl.reshard("llama", "whole", to="hf")),
+        (
+            "reshard llama whole --tp 2 --worker 0/2",
+            lambda: shardctl.api.contribute("llama", "whole", tp=2, worker="0/2"),
+        ),
+        ("finish cut", lambda: shardctl.api.finish("cut")),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )
@@ -458,12 +463,17 @@ def test_results_say_what_the_command_prints(command, call, tmp_path, capfd, mon
     monkeypatch.chdir(tmp_path)
     (tmp_path / "llama").symlink_to(LLAMA)
     shardctl.reshard("llama", "cut", tp=2, dtype="fp16" if command.startswith("diff") else "keep")
+
+    def remove_result():
+        for name in ("whole", ".whole.shardctl"):
+            shutil.rmtree(name, ignore_errors=True)
+
     printed = []
     for further in ([], ["--json"]):
-        shutil.rmtree("whole", ignore_errors=True)
+        remove_result()
         run([*command.split(), *further])
         printed.append(capfd.readouterr().out)
-    shutil.rmtree("whole", ignore_errors=True)
+    remove_result()
     found = call()
     assert mask(str(found).split("\n")) == mask(printed[0].rstrip("\n").split("\n"))
     lines = printed[1].splitlines()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import field, replace
 from hashlib import blake2b
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
+from shardctl.base.amounts import format_duration, format_file_size, format_plural
 from shardctl.base.errors import OccupiedDestinationError, UsageError
+from shardctl.base.result_view import ResultView
 from shardctl.base.value import value_class
 from shardctl.base.version import __version__
 from shardctl.base.workers import (
@@ -59,7 +62,7 @@ _INNER_SAMPLE_COUNT: Final = 16
 
 
 @value_class
-class ContributeResult:
+class ContributeResult(ResultView):
     """What one worker did."""
 
     destination: Path | str
@@ -77,6 +80,24 @@ class ContributeResult:
     """The same in words."""
     finished: bool = False
     """Whether the result had been published before, exactly as this conversion makes it; the part is empty then."""
+    target: str = ""
+    """The destination as the caller named it; `destination` is where links lead."""
+    seconds: float = 0.0
+    """How long the call took."""
+
+    @property
+    def verdict(self) -> str:
+        """The answer in one line: which part this worker wrote, and whether `finish` can publish the result."""
+        target, count = self.target or str(self.destination), self.worker.count
+        if self.finished:
+            return f"done before: {target} is finished, nothing was written"
+        begin, spent = "done", format_duration(self.seconds)
+        if self.done_before:
+            begin, spent = "done before", "nothing was written"
+        size = f"{format_file_size(sum(self.part.files.values()))}, {format_plural(len(self.part.files), 'file')}"
+        there = count - len(self.missing)
+        written = f"{there} of {format_plural(count, 'part')} {'is' if there == 1 else 'are'} written"
+        return f"{begin}: part {self.worker} of {target} ({size}, {spent}); {written}"
 
 
 def contribute(
@@ -121,7 +142,9 @@ def contribute(
                 done = _build_contribution(work, destination, worker, nothing, everybody, before=True)
                 return replace(done, finished=True)
 
-    return repeat_while_touched(contribute_once, progress)
+    began = time.monotonic()
+    done = repeat_while_touched(contribute_once, progress)
+    return replace(done, target=str(destination), seconds=time.monotonic() - began)
 
 
 def _contribute_part(

@@ -47,14 +47,14 @@ def _render_consumer(verdict: ConsumerVerdict | None) -> Iterator[RenderableType
 
 
 def render_contribution(done: ContributeResult, seconds: float) -> RenderableType:
-    """Render what one worker wrote, and who is still missing."""
-    return Group(render_line(done.destination, "bold"), render_table(_list_part_facts(done, seconds), indent=2))
+    """Render the verdict, what one worker wrote, and who is still missing."""
+    return Group(render_line(done.verdict, "bold green"), render_table(_list_part_facts(done, seconds), indent=2))
 
 
 def render_finished(done: FinishResult, seconds: float) -> RenderableType:
-    """Render what the parts of all workers became."""
+    """Render the verdict, and what the parts of all workers became."""
     return Group(
-        render_line(done.destination, "bold"),
+        render_line(done.verdict, "bold green"),
         render_table(_list_whole_facts(done, seconds), indent=2),
         *_render_digests(done.record),
     )

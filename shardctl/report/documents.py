@@ -216,6 +216,7 @@ def build_contribution_document(done: ContributeResult, seconds: float) -> Docum
     part = done.part
     return build_document_head("reshard") | {
         "dry_run": False,
+        "verdict": done.verdict,
         "destination": str(done.destination),
         "worker": done.worker.number,
         "workers": done.worker.count,
@@ -238,6 +239,7 @@ def build_finish_document(done: FinishResult, seconds: float, *, verb: str = "fi
     """Build what was made of the parts of all workers."""
     record = done.record
     return build_document_head(verb) | {
+        "verdict": done.verdict,
         "destination": str(done.destination),
         "finished_before": not done.workers,
         "workers": done.workers,

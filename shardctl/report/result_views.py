@@ -9,10 +9,11 @@ from rich.console import Console, RenderableType
 
 from shardctl.base.result_view import ResultView
 from shardctl.conversion.engine_sums import EngineSums
+from shardctl.conversion.worker_part import ContributeResult
 from shardctl.models.derived import format_rule_file
 from shardctl.planning.plan_result import PlanResult
 from shardctl.report import documents
-from shardctl.report.conversion import render_conversion
+from shardctl.report.conversion import render_contribution, render_conversion, render_finished
 from shardctl.report.difference import render_difference
 from shardctl.report.digests import render_digests, render_engine_sums
 from shardctl.report.inspection import list_inspection_facts, render_inspection
@@ -23,6 +24,7 @@ from shardctl.report.visible import escape_control_characters
 from shardctl.verbs.diff import DiffResult
 from shardctl.verbs.digest import DigestResult
 from shardctl.verbs.dry_run import RehearsalResult
+from shardctl.verbs.finish import FinishResult
 from shardctl.verbs.inspect import InspectResult
 from shardctl.verbs.reshard import ReshardResult
 from shardctl.verify.level import VerifyResult
@@ -50,6 +52,8 @@ _TEXT_RENDERERS: Final[dict[type, Callable[[Any], RenderableType]]] = {
     PlanResult: lambda planned: render_plan(planned, planned.detail),
     RehearsalResult: lambda rehearsed: render_rehearsal(rehearsed.plan, rehearsed.destination),
     ReshardResult: lambda done: render_conversion(done, done.seconds),
+    ContributeResult: lambda done: render_contribution(done, done.seconds),
+    FinishResult: lambda done: render_finished(done, done.seconds),
     VerifyResult: render_verification,
     InspectResult: _render_inspect_text,
     DiffResult: lambda found: render_difference(found, everything=found.show_all),
@@ -61,6 +65,8 @@ _DOCUMENT_BUILDERS: Final[dict[type, Callable[[Any], Document]]] = {
     PlanResult: build_plan_document,
     RehearsalResult: lambda rehearsed: build_rehearsal_document(rehearsed.plan, rehearsed.destination),
     ReshardResult: lambda done: documents.build_reshard_document(done, done.seconds),
+    ContributeResult: lambda done: documents.build_contribution_document(done, done.seconds),
+    FinishResult: lambda done: documents.build_finish_document(done, done.seconds),
     VerifyResult: documents.build_verify_document,
     InspectResult: lambda found: documents.build_inspect_document(
         found, tensors=found.show_tensors, rules=found.show_rules

@@ -348,6 +348,7 @@ class ContributionDocument(DocumentHead):
     """What `reshard --worker --json` prints last."""
 
     dry_run: Literal[False]
+    verdict: str
     destination: str
     worker: int
     workers: int
@@ -392,6 +393,7 @@ class EachDocument(DocumentHead):
 class FinishDocument(DocumentHead):
     """What `finish --json` prints, and `reshard --engine ray --json` last."""
 
+    verdict: str
     destination: str
     finished_before: bool
     workers: int

@@ -12,6 +12,7 @@ import json
 from dataclasses import asdict, field
 from typing import TYPE_CHECKING, Any, Final
 
+from shardctl.base.amounts import format_file_size, format_plural
 from shardctl.base.dtype import BY_NAME
 from shardctl.base.errors import SourceError, UsageError
 from shardctl.base.value import value_class
@@ -175,6 +176,16 @@ class CheckpointRecord:
     def partial(self) -> bool:
         """Whether it lacks tensors of its config's class, as its source did or because they were left out."""
         return self.filtered or BASE_ONLY in self.options
+
+    def describe_layout(self) -> str:
+        """Describe the layout and its mesh, as in `sharded for tp=4 in layout megatron`."""
+        shape = f"sharded for {self.mesh}" if self.mesh is not None and self.mesh.world > 1 else ""
+        layout = f"in layout {self.layout}" if self.layout != "ranks" or not shape else ""
+        return " ".join(filter(None, [shape, layout]))
+
+    def describe_size(self) -> str:
+        """Describe the bytes and the number of the files, this one included."""
+        return f"{format_file_size(sum(self.files.values()))}, {format_plural(len(self.files) + 1, 'file')}"
 
 
 def format_sums_line(sha256: str, path: str) -> bytes:

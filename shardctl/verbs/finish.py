@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardctl.base.amounts import format_duration, format_plural
 from shardctl.base.errors import Mismatch, SourceError, format_first_few
+from shardctl.base.result_view import ResultView
 from shardctl.base.value import value_class
 from shardctl.base.workers import StopRequest
 from shardctl.conversion.assembling import assemble_result
@@ -27,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @value_class
-class FinishResult:
+class FinishResult(ResultView):
     """What `finish` made, or found made."""
 
     destination: Path | str
@@ -39,6 +43,19 @@ class FinishResult:
     warnings: tuple[str, ...]
     notes: tuple[str, ...] = ()
     """How a trainer's files were understood."""
+    target: str = ""
+    """The destination as the caller named it; `destination` is where links lead."""
+    seconds: float = 0.0
+    """How long the call took."""
+
+    @property
+    def verdict(self) -> str:
+        """The answer in one line: what the destination now holds, in which layout, and how many workers wrote it."""
+        record, target = self.record, self.target or str(self.destination)
+        workers = f"written by {format_plural(self.workers, 'worker')}, assembled in {format_duration(self.seconds)}"
+        begin, spent = ("done", workers) if self.workers else ("done before", "nothing was written")
+        held = format_plural(len(record.tensors), "tensor")
+        return f"{begin}: {target} holds {held}, {record.describe_layout()} ({record.describe_size()}, {spent})"
 
 
 def finish(destination: str | Path, *, patience: float = PATIENCE) -> FinishResult:
@@ -53,6 +70,12 @@ def finish(destination: str | Path, *, patience: float = PATIENCE) -> FinishResu
             that shardctl wrote are not the ones it wrote.
         DestinationError: a worker is still at work, or the destination cannot be taken.
     """
+    began = time.monotonic()
+    done = _finish(destination, patience)
+    return replace(done, target=str(destination), seconds=time.monotonic() - began)
+
+
+def _finish(destination: str | Path, patience: float) -> FinishResult:
     check_destination(destination)
     refuse_shared_hub(destination)
     if is_bucket(destination):

@@ -7,7 +7,7 @@ from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardctl.base.amounts import format_duration, format_file_size, format_plural
+from shardctl.base.amounts import format_duration, format_plural
 from shardctl.base.errors import OccupiedDestinationError, UsageError
 from shardctl.base.result_view import ResultView
 from shardctl.base.value import state_class, value_class
@@ -94,13 +94,10 @@ class ReshardResult(ResultView):
         held = format_plural(len(record.tensors), "tensor")
         unchanged = not self.changes and record.digest == record.source_digest
         same = f"the same {held} as" if unchanged else f"{held} made from"
-        shape = f"sharded for {record.mesh}" if record.mesh is not None and record.mesh.world > 1 else ""
-        layout = f"in layout {record.layout}" if record.layout != "ranks" or not shape else ""
-        how = ", ".join([" ".join(filter(None, [shape, layout])), *self.changes])
-        size = f"{format_file_size(sum(record.files.values()))}, {format_plural(len(record.files) + 1, 'file')}"
+        how = ", ".join([record.describe_layout(), *self.changes])
         spent = "nothing was written" if self.done_before else format_duration(self.seconds)
         begin = "done before" if self.done_before else "done"
-        return f"{begin}: {target} holds {same} {self.source}, {how} ({size}, {spent})"
+        return f"{begin}: {target} holds {same} {self.source}, {how} ({record.describe_size()}, {spent})"
 
 
 def reshard(

@@ -1,6 +1,7 @@
 """`reshard --worker` and `finish` as people start them: in processes of their own, one of them killed in the middle."""
 
 import json
+import re
 import signal
 import time
 
@@ -27,10 +28,16 @@ def test_three_workers_in_any_order_give_the_bytes_of_one(say, source, one, tmp_
         assert say("reshard", source, out, *MESH, "--worker", f"{number}/3").code == 0
     found = say("finish", out)
     assert (found.code, found.err) == (0, "")
+    count = len(json.loads((out / "shardctl.json").read_text())["tensors"])
+    held = f"{out} holds {count} tensors, sharded for pp2 x tp2 ("
+    assert found.out.startswith(f"done: {held}")
+    assert ", written by 3 workers, assembled in " in found.out.splitlines()[0]
     assert found.out.splitlines()[-1] == f"digest {say('digest', source).out.split()[0]}"
     assert tree(out) == one
     again = say("finish", out)
     assert again.code == 0
+    assert again.out.startswith(f"done before: {held}")
+    assert again.out.splitlines()[0].endswith(", nothing was written)")
     assert "finished before; nothing was changed" in again.out
     assert say("verify", out, "--level", "full", "--against", source).code == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["one", "out"]
@@ -39,18 +46,26 @@ def test_three_workers_in_any_order_give_the_bytes_of_one(say, source, one, tmp_
 def test_what_a_worker_says(say, source, tmp_path):
     out = tmp_path / "out"
     lines = say("reshard", source, out, *MESH, "--worker", "0/2").out.splitlines()
-    assert lines[0] == str(out)
+    assert re.fullmatch(
+        rf"done: part 0/2 of {re.escape(str(out))} \([\d.]+ [kM]?B, \d+ files?, [\d.]+ m?s\); 1 of 2 parts is written",
+        lines[0],
+    )
     assert [line.split()[0] for line in lines[1:]] == ["part", "moved", "there"]
     assert lines[-1].endswith("1 of 2 parts")
     again = say("reshard", source, out, *MESH, "--worker", "0/2").out
+    assert again.startswith(f"done before: part 0/2 of {out} (")
+    assert again.splitlines()[0].endswith(", nothing was written); 1 of 2 parts is written")
     assert "all of it: an earlier run had finished this part" in again
     last = json.loads(say("reshard", source, out, *MESH, "--worker", "1/2", "--json").out.splitlines()[-1])
     assert (last["schema"], last["status"], last["worker"], last["workers"]) == ("shardctl.reshard/1", "ok", 1, 2)
+    assert last["verdict"].endswith("; 2 of 2 parts are written")
     assert last["workers_missing"] == []
     assert last["written_bytes"] > 0
     document = json.loads(say("finish", out, "--json").out)
     assert (document["schema"], document["workers"], document["finished_before"]) == ("shardctl.finish/1", 2, False)
     assert document["digest"] == say("digest", out).out.split()[0]
+    late = say("reshard", source, out, *MESH, "--worker", "0/2").out
+    assert late.startswith(f"done before: {out} is finished, nothing was written\n")
 
 
 def test_finish_names_the_workers_that_are_missing(say, source, tmp_path):
