@@ -68,7 +68,10 @@ def _use_meta_parameters() -> Iterator[None]:
         usual(module, name, parameter)
         if parameter is not None and parameter.device.type != "meta":
             kind = type(parameter)
-            module._parameters[name] = kind(parameter.to("meta"), requires_grad=False)  # noqa: SLF001
+            empty = kind(parameter.to("meta"), requires_grad=False)
+            # transformers draws no values for what is flagged so; buffers have no flag and get theirs.
+            empty._is_hf_initialized = True  # noqa: SLF001
+            module._parameters[name] = empty  # noqa: SLF001
 
     nn.Module.register_parameter = register  # type: ignore[assignment, method-assign]
     try:
