@@ -403,9 +403,9 @@ def run_forward_level(
 ) -> LevelResult:
     """Run the model that the shards form beside the one of `other`, or of their own elements put together again.
 
-    With a `dispatch` whose blocks were all loaded, each runs where it was placed. A `golden` output is compared with
-    that of the shards. Quantized weights are decoded by `threads` when a block needs them, and `unquantized` is what
-    `other` was before it was quantized.
+    With a `dispatch` whose blocks were all loaded, each runs where it was placed, unless its weights are quantized. A
+    `golden` output is compared with that of the shards. Quantized weights are decoded by `threads` when a block needs
+    them, and `unquantized` is what `other` was before it was quantized.
     """
     level, began = LevelResult("forward", strict=strict), time.monotonic()
     try:
@@ -415,7 +415,13 @@ def run_forward_level(
         before: OpenedCheckpoint | None = None
         if _is_quantized(checkpoint):
             checkpoint, other, before = _decode_weights(level, checkpoint, other, unquantized, threads)
-            dispatch = None
+            if dispatch is not None:
+                level.notes.append(
+                    "the model did not run where the level load placed its blocks: their weights are quantized, so "
+                    "they were read from the files again and decoded, and one device computed with them"
+                )
+                dispatch.release()
+                dispatch = None
         _run_forward(level, checkpoint, other, before, verify_options, watcher, dispatch, golden)
     except UnsupportedError as error:
         level.skip(_format_reason(error))

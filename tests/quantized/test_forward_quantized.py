@@ -118,6 +118,14 @@ def test_quantized_ranks_are_joined_and_a_note_says_so(tmp_path):
     assert any("no rank computed by itself" in note for note in level.notes)
 
 
+def test_a_note_says_that_the_model_did_not_run_where_quantized_blocks_were_placed(tmp_path):
+    path = quantized(tmp_path / "quantized", "awq")
+    load, level = verify(path, VerifyOptions(level="forward", device="cpu", host_memory=1 << 22)).levels[-2:]
+    assert {each.place for each in load.placement} == {"cpu"}
+    assert level.status == "passed", (level.reason, level.findings)
+    assert any("did not run where the level load placed its blocks" in note for note in level.notes)
+
+
 def test_codes_that_nobody_decodes_are_skipped_with_the_reason(tmp_path):
     path = quantized(tmp_path / "quantized", "gptq-4")
     config = json.loads((path / "config.json").read_text())
