@@ -180,9 +180,11 @@ class ForwardComparison:
             compared = compare_with_golden(golden, name, _as_array(found))
             lost += self._judge_golden(golden, compared)
         change: ChangeKind = "rounding" if executor.ranks is not None else "equal"
+        unrounded = None
         if exact is not expected:
             change = "quantization" if before is not None else "cast"
-            lost += find_large_divergence(change, measure_outputs(name, exact, found))
+            unrounded = measure_outputs(name, exact, found)
+            lost += find_large_divergence(change, unrounded)
         self._note_unreached_positions(model, inputs)
         sketched = self.options.sketched and found is not None
         result = ForwardResult(
@@ -207,7 +209,7 @@ class ForwardComparison:
             ),
             generated=generated,
             distances=measure_outputs(name, expected, found),
-            unrounded_distances=measure_outputs(name, exact, found) if exact is not expected else None,
+            unrounded_distances=unrounded,
             change=change,
             perplexity=self._measure_perplexity((executor, source), own) if self.options.text else None,
             decoding=self._decode((executor, source), own, inputs, expected) if self.options.decode else None,
