@@ -108,6 +108,17 @@ def test_what_cannot_be_compared_has_no_measures():
     assert measure_block(ones, nan)[1:] == (-1, float("inf"))
 
 
+def test_infinities_that_are_the_same_in_both_leave_the_other_elements_measured():
+    reference = torch.ones(4, 8)
+    reference[1, 2] = float("inf")
+    candidate = reference.clone()
+    assert measure_block(reference, candidate) == (0, 1, 0)
+    candidate[0, 0] += 0.5
+    found = measure_block(reference, candidate)
+    assert found.cosine == pytest.approx(float(functional.cosine_similarity(reference[0], candidate[0], 0)))
+    assert found.largest == 0.5
+
+
 @pytest.mark.parametrize(("mesh", "processes"), [("", 0), ("tp=2", 0), ("pp=2,tp=2", 0), ("tp=2", 2)])
 def test_decoding_with_a_cache_is_what_transformers_decodes(source, tmp_path, mesh, processes):
     shards = cut(source, tmp_path / "ranks", Mesh.parse(mesh)) if mesh else copy(source, tmp_path / "copy")

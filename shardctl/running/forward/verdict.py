@@ -52,10 +52,10 @@ def measure_block(reference: Torch, candidate: Torch) -> BlockDistance:
     """Measure how far what a part computes is from the source's: the first of several outputs."""
     error = measure_distance(reference, candidate)
     ours, theirs = (next(list_float_tensors(each), None) for each in (candidate, reference))
-    if ours is None or theirs is None:
+    if not error or ours is None or theirs is None:
         return BlockDistance(error, 1.0, 0.0)
     if error == inf or ours.shape != theirs.shape or not ours.ndim:
-        return BlockDistance(error, -1.0 if error else 1.0, inf if error else 0.0)
+        return BlockDistance(error, -1.0, inf)
     cosines, largest = _measure_vectors(theirs, ours)
     return BlockDistance(error, float(cosines.min()) if cosines.numel() else 1.0, largest)
 
@@ -91,10 +91,16 @@ def measure_outputs(name: str, reference: Torch, candidate: Torch | None) -> Out
 
 
 def _measure_vectors(reference: Torch, candidate: Torch) -> tuple[Torch, float]:
-    """Measure the cosine similarity of each vector along the last dim, and the largest difference of an element."""
+    """Measure the cosine similarity of each vector along the last dim, and the largest difference of an element.
+
+    Elements that are infinite are the same in both, and count as zeros.
+    """
     import torch
 
-    theirs, ours = (each.reshape(-1, each.shape[-1] if each.ndim else 1).double() for each in (reference, candidate))
+    theirs, ours = (
+        each.reshape(-1, each.shape[-1] if each.ndim else 1).double().nan_to_num(0.0, 0.0, 0.0)
+        for each in (reference, candidate)
+    )
     products, norms = (theirs * ours).sum(-1), theirs.norm(dim=-1) * ours.norm(dim=-1)
     empty = (theirs.norm(dim=-1) == 0) & (ours.norm(dim=-1) == 0)
     cosines = torch.where(empty, 1.0, products / norms.where(norms > 0, 1.0)).clamp(-1, 1)
