@@ -231,8 +231,8 @@ def _parse_golden(told: Any) -> GoldenOutput:  # noqa: ANN401 - JSON
     )
     if [len(row) for row in made_sketch.tokens] != [len(row) for row in made_sketch.log_probabilities]:
         raise ValueError("tokens and log-probabilities differ in number")
-    if made_sketch.tokens and len(made_sketch.tokens) != positions:
-        raise ValueError("it does not have tokens for each position")
+    if len(made_sketch.tokens) != (positions if made_sketch.output == "logits" else 0):
+        raise ValueError("it does not have tokens for each position of logits, and for nothing else")
     bound = _parse_number(told["bound"])
     if bound < 0 or not inputs or told["dtype"] not in {"fp32", "bf16", "fp16"}:
         raise ValueError("it has no inputs, or an unknown dtype or a negative bound")

@@ -134,6 +134,14 @@ def test_nothing_is_written_of_a_model_that_fails(made, tmp_path, capsys):
             "each of 64 positions",
         ),
         (lambda told: told | {"sketch": told["sketch"] | {"shape": [1, -1]}}, "no shape"),
+        (
+            lambda told: told | {"sketch": told["sketch"] | {"tokens": [], "log_probabilities": []}},
+            "tokens for each position of logits",
+        ),
+        (
+            lambda told: told | {"sketch": told["sketch"] | {"output": "last_hidden_state"}},
+            "tokens for each position of logits",
+        ),
         (lambda told: told | {"inputs": {"input_ids": told["inputs"]["input_ids"] | {"shape": [3]}}}, "type and shape"),
         (lambda told: told | {"inputs": {"input_ids": told["inputs"]["input_ids"] | {"data": "?"}}}, "golden output"),
     ],
