@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from shardctl.cli.program import run as command
 from shardctl.options import VerifyOptions
+from shardctl.running.forward.executor import ModelExecutor
 from shardctl.running.forward.inputs import build_inputs
 from shardctl.running.forward.verdict import measure_block, measure_outputs
 from shardctl.tensors.mesh import Mesh
@@ -184,6 +185,29 @@ def test_a_text_that_cannot_be_measured_is_an_error(tmp_path, capsys):
     assert command(["verify", str(path), "--text", str(file)]) == 3
     assert "the perplexity of the text was not measured" in capsys.readouterr().out
     assert command(["verify", str(path), "--text", str(tmp_path / "none.txt")]) == 2
+
+
+def test_a_perplexity_that_the_source_does_not_have_is_an_error(source, monkeypatch):
+    usual = ModelExecutor.run
+
+    def run_with_nan(self, inputs, *rest, **options):
+        output = usual(self, inputs, *rest, **options)
+        if len(inputs["input_ids"]) == 1:  # a window of the text, not the inputs that both are compared with
+            output.logits = output.logits * float("nan")
+        return output
+
+    monkeypatch.setattr(ModelExecutor, "run", run_with_nan)
+    found = run(source, source, text=TEXT)
+    assert found.status == "failed"
+    assert [each.message for each in found.findings] == [
+        "the perplexity of the text was not measured: the source computes logits for the text that are not a number"
+    ]
+
+
+def test_a_note_says_that_a_perplexity_in_bf16_is_not_judged(source):
+    found = run(source, source, text=TEXT, dtype="bf16")
+    assert found.perplexity is not None
+    assert any("no bound on the perplexity of the text is known for bf16" in note for note in found.notes)
 
 
 def test_bounds_follow_the_kind_of_change(source, tmp_path):

@@ -51,7 +51,8 @@ def measure_perplexity(
 ) -> TextPerplexity:
     """Measure the perplexity of a text by each of the two, in windows; each window reads all weights once.
 
-    Raises UnsupportedError if the model predicts no next tokens, there is no tokenizer, or the text is too short.
+    Raises UnsupportedError if the model predicts no next tokens, there is no tokenizer, the text is too short, or the
+    source computes logits for it that are not a number.
     """
     import torch
 
@@ -72,8 +73,10 @@ def measure_perplexity(
                 scores = rows.double().log_softmax(-1).gather(-1, following.unsqueeze(-1))
                 total -= scores.sum().cpu()
         losses.append(float(total))
+    if math.isnan(losses[0]):
+        raise UnsupportedError("the source computes logits for the text that are not a number")
     count = sum(piece.shape[-1] - 1 for piece in pieces)
-    source, shards = (math.exp(min(loss / count, _MAX_LOSS)) if loss == loss else math.inf for loss in losses)  # noqa: PLR0124
+    source, shards = (math.inf if math.isnan(loss) else math.exp(min(loss / count, _MAX_LOSS)) for loss in losses)
     return TextPerplexity(count, window, source, shards)
 
 

@@ -169,7 +169,9 @@ def judge_result(result: ForwardResult, findings: list[CheckFinding], notes: lis
             f"at most {bounds.logits:g}"
         )
         findings.append(CheckFinding("error", "forward", message))
-    if result.perplexity is not None and result.dtype == "fp32":
+    if result.perplexity is not None and result.dtype != "fp32":
+        notes.append(f"no bound on the perplexity of the text is known for {result.dtype}, so it was not judged")
+    elif result.perplexity is not None:
         source, shards = result.perplexity.source, result.perplexity.shards
         limit = 0.0 if bounds.exact else LOG_PERPLEXITY_LIMIT
         if not isfinite(shards) or abs(log(shards / source)) > limit:
