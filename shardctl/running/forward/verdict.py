@@ -108,12 +108,12 @@ def _measure_vectors(reference: Torch, candidate: Torch) -> tuple[Torch, float]:
 
 
 def find_large_divergence(change: ChangeKind, distances: OutputDistances | None) -> Iterator[CheckFinding]:
-    """Yield a warning if outputs are farther from those before the change than such a change explains."""
+    """Yield a warning if outputs are farther from those before the change than the limit for such a change."""
     limit = KL_LIMITS.get(change)
     if limit is not None and distances is not None and distances.kl is not None and distances.kl > limit:
         message = (
-            f"the {change} changes the likely tokens more than a {change} does as a rule: the KL divergence from the "
-            f"source before it is {distances.kl:.2e} nats, at most {limit:g}"
+            f"the mean KL divergence from the source before the {change} is {distances.kl:.2e} nats; the limit for a "
+            f"{change}, which is a choice and not a measurement, is {limit:g}"
         )
         yield CheckFinding("warning", "forward", message)
 
