@@ -56,6 +56,18 @@ def test_a_sketch_tells_the_distance_of_outputs():
         assert np.linalg.norm(sums[1] - sums[0]) == pytest.approx(float(change.norm()), rel=0.1)
 
 
+def test_a_distance_is_estimated_to_10_percent_even_if_all_positions_differ_alike():
+    generator = torch.Generator().manual_seed(4)
+    errors = []
+    for _ in range(100):
+        rows, directions = torch.randn(64, 1, generator=generator), torch.randn(1, 1000, generator=generator)
+        change = (rows * directions).double()
+        sums = np.asarray(sketch_output("states", change.numpy()).sums)
+        errors.append(np.linalg.norm(sums) / float(change.norm()) - 1)
+    assert np.sqrt(np.mean(np.square(errors))) < 0.1
+    assert np.quantile(np.abs(errors), 0.95) < 0.2
+
+
 def test_every_layout_agrees_without_the_source(made, tmp_path, capsys):
     source, golden = made
     for place in (source, cut(source, tmp_path / "ranks", Mesh.of(tp=2, pp=2))):
