@@ -7,15 +7,22 @@ Triton belong to device 0, which takes some hundred MB of it, or fails where ano
 from __future__ import annotations
 
 import os
+import re
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from shardctl.base.errors import UnsupportedError, UsageError
 from shardctl.base.extras import format_install_command
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+_CGROUP_FILES: Final = {
+    "": ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""By controller, which is empty in version 2: where cgroups are mounted, and what limit, usage and page cache are."""
 
 
 def list_devices(kind: str) -> list[str]:
@@ -111,9 +118,28 @@ def measure_device_memory(device: str) -> tuple[int, int] | None:
     return None
 
 
-def measure_host_memory() -> int:
-    """Measure bytes of memory that this machine can still give, as far as it says."""
+def measure_host_memory(root: Path = Path("/")) -> int:
+    """Measure bytes of memory that this process may still take: the machine has them, and its cgroups allow them."""
+    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     with suppress(OSError):
-        told = Path("/proc/meminfo").read_text()
-        return next(int(line.split()[1]) << 10 for line in told.splitlines() if line.startswith("MemAvailable"))
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        available = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable")), available)
+    return min([available, *_list_cgroup_memory(root)])
+
+
+def _list_cgroup_memory(root: Path) -> Iterator[int]:
+    """List the bytes that each limit on this process leaves, of a container or of a job; page cache counts as free."""
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            mounted = next((files for name, files in _CGROUP_FILES.items() if name in controllers.split(",")), None)
+            if mounted is None:
+                continue
+            top, limit, usage, cache = root / mounted[0], *mounted[1:]
+            group = top / path.lstrip("/")
+            # Each group above has a limit, too. In a container the path may be that of the host: only the top is there.
+            for folder in [each for each in (group, *group.parents) if each.is_relative_to(top)]:
+                with suppress(OSError, ValueError):  # there is no such file, or it says "max"
+                    left = int((folder / limit).read_text()) - int((folder / usage).read_text())
+                    told = re.search(rf"^{cache} (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
+                    yield max(left + (int(told[1]) if told is not None else 0), 0)

@@ -25,7 +25,7 @@ from shardctl.base.workers import ExecutionOptions, StopRequest
 from shardctl.cli.program import run
 from shardctl.models import describe_model
 from shardctl.options import ReshardOptions, SourceOptions
-from shardctl.running.device import list_devices
+from shardctl.running.device import list_devices, measure_host_memory
 from shardctl.running.load import BoxGrid, WantedTensor, load_tensors
 from shardctl.running.state_dict import load
 from shardctl.tensors.box import Box
@@ -344,3 +344,22 @@ def test_loading_takes_little_more_memory_than_what_is_loaded(tmp_path, llama):
 
 def test_the_program_has_no_verb_for_it():
     assert run(["load"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("version", "memory"),
+    [("", 400 << 20), ("1", 300 << 20), ("2", 300 << 20), ("container", 300 << 20), ("unlimited", 400 << 20)],
+)
+def test_host_memory_is_what_the_limit_of_a_container_leaves(tmp_path, version, memory):
+    group, top = "/pod/job", tmp_path / "sys/fs/cgroup" / ("memory" if version == "1" else "")
+    folder = top if version == "container" else top / "pod"  # the limit is that of the group above
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable: {400 << 10} kB\n")
+    if version:
+        (tmp_path / "proc/self/cgroup").write_text(f"4:memory:{group}\n" if version == "1" else f"0::{group}\n")
+        folder.mkdir(parents=True)
+        names = ("limit_in_bytes", "usage_in_bytes", "total_") if version == "1" else ("max", "current", "")
+        (folder / f"memory.{names[0]}").write_text("max\n" if version == "unlimited" else f"{512 << 20}\n")
+        (folder / f"memory.{names[1]}").write_text(f"{256 << 20}\n")
+        (folder / "memory.stat").write_text(f"anon 1\n{names[2]}inactive_file {44 << 20}\n")
+    assert measure_host_memory(tmp_path) == memory
