@@ -398,7 +398,7 @@ def plan(
         gradient_checkpointing: The same as recompute="full".
         recompute_modules: Profile megatron: what recompute="selective" recomputes, separated by commas: core_attn,
             moe_act, layernorm, mla_up_proj, mlp, moe, shared_experts. Default: core_attn.
-        recompute_every: Recompute only the last of so many layers, as recompute says. Default: 1.
+        recompute_every: Recompute only the last of every N layers, as recompute says. Default: 1.
         microbatches: Forward passes per optimizer step of each data-parallel rank, also of each mesh of search.
             Default: the number of stages; with search, as many as give all meshes equal steps.
         global_batch: Sequences per optimizer step, over all devices; also of each mesh of search. Default: microbatches

@@ -17,7 +17,7 @@ from shardctl.cli.completion import ASK
 from shardctl.cli.endings import FinishedError, TerminatedError, raise_on_termination
 from shardctl.cli.parser_errors import translate_parser_error
 from shardctl.cli.quick_values import quicken_values
-from shardctl.cli.short_help import ALL
+from shardctl.cli.short_help import ALL, move_choices
 from shardctl.cli.signature import replace_aliases
 from shardctl.report.documents import format_schema_name
 from shardctl.report.failure import FailureReport, describe_failure
@@ -82,6 +82,8 @@ def _invoke_command(args: list[str]) -> int:
         if args == ["--help"]:
             streams.print_text(format_own_help(command))
             return 0
+        if verb is not None:
+            move_choices(command.commands[verb])  # type: ignore[attr-defined]  # click's group
         args = ["--help" if arg == ALL else arg for arg in args]
     defaults = {} if asked else _apply_settings(args)
     try:

@@ -22,6 +22,8 @@ _MAX_ROW_LINES: Final = 4
 """Lines of an option in --help; in -h it has one."""
 _MAX_CHOICES_CHARACTERS: Final = 40
 """Characters of choices that are listed."""
+_CHOICES_METAVAR: Final = "NAME"
+"""What stands for choices that are too long for the column of the flags."""
 _COMMAND_COLUMN_WIDTH: Final = 12
 """Columns of the verbs."""
 _SENTENCE_END_PATTERN: Final = re.compile(r"[.;](?= |$)")
@@ -85,6 +87,17 @@ def format_program_help(program: str, command: Any) -> str:  # noqa: ANN401 - cl
     )
 
 
+def move_choices(command: Any) -> None:  # noqa: ANN401 - click's
+    """Move the choices of options from the column of types, which they widen, into the help for --help-all.
+
+    Where that column is wide, typer's table cuts the names of options and the longest words of the help.
+    """
+    for parameter in command.params:
+        choices = _list_choices(parameter)
+        if parameter.param_type_name == "option" and ", " in choices and not parameter.metavar:
+            parameter.metavar, parameter.help = _CHOICES_METAVAR, f"{parameter.help} One of: {choices}."
+
+
 def _format_argument(parameter: Any) -> str:  # noqa: ANN401 - click's
     name = parameter.metavar or parameter.name.upper()
     return name if parameter.required else f"[{name.strip('[]')}]"
@@ -95,17 +108,23 @@ def _format_value(parameter: Any) -> str:  # noqa: ANN401 - click's
     if parameter.is_flag:
         return ""
     listed = str(parameter.metavar or parameter.display_type(None)).partition(" [")[0].strip("<>")
-    return listed if len(listed) <= _OPTION_COLUMN_WIDTH // 2 else "NAME"
+    return listed if len(listed) <= _OPTION_COLUMN_WIDTH // 2 else _CHOICES_METAVAR
 
 
 def _describe_option(parameter: Any) -> str:  # noqa: ANN401 - click's
     """Return the first sentence of an option's help, its default, and the choices that its column has no room for."""
-    choices = str(parameter.display_type(None)).strip("<>").replace("|", ", ")
-    listed = _format_value(parameter) == "NAME" and ", " in choices and len(choices) <= _MAX_CHOICES_CHARACTERS
+    choices = _list_choices(parameter)
+    hidden = _format_value(parameter) == _CHOICES_METAVAR
+    listed = hidden and ", " in choices and len(choices) <= _MAX_CHOICES_CHARACTERS
     default = _find_default(parameter)
     notes = [choices] if listed else []
     notes += [f"default: {default}"] if default else []
     return split_first_sentence(parameter.help or "") + (f" ({'; '.join(notes)})" if notes else "")
+
+
+def _list_choices(parameter: Any) -> str:  # noqa: ANN401 - click's
+    """List the words that an option takes, with commas; for another option the name of its type."""
+    return str(parameter.display_type(None)).strip("<>").replace("|", ", ")
 
 
 def _describe_briefly(parameter: Any, brief: str) -> str:  # noqa: ANN401 - click's

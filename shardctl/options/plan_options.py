@@ -366,8 +366,8 @@ class PlanOptions:
         CommandOption(
             HelpPanel.TRAINING,
             "What dp ranks share: 1 is optimizer states, 2 adds gradients, 3 adds parameters. Default: 0.",
-            brief="ZeRO stage of dp ranks",
-            metavar="0..3",
+            brief="ZeRO stage of dp ranks, 0 to 3",
+            metavar="N",
             least=0,
             most=3,
         ),
@@ -402,7 +402,12 @@ class PlanOptions:
     ] = None
     recompute_every: Annotated[
         int,
-        CommandOption(HelpPanel.TRAINING, "Recompute only the last of so many layers, as --recompute says.", least=1),
+        CommandOption(
+            HelpPanel.TRAINING,
+            "Recompute only the last of every N layers, as --recompute says.",
+            metavar="N",
+            least=1,
+        ),
     ] = 1
     microbatches: Annotated[
         int | None,

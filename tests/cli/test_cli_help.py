@@ -95,6 +95,7 @@ def test_the_help_of_a_verb_names_what_lists_the_rest(say, verb):
     assert (code, err) == (0, "")
     assert len(out.splitlines()) <= 75
     assert "..." not in re.sub(r"rtx-4090, \.\.\.", "", out), "no help is cut"
+    assert "…" not in say(verb, "--help-all").out, "no name is cut"
     common, every = (
         set(re.findall(r"^[ │]+(--[a-z0-9-]+)", text, re.MULTILINE)) for text in (out, say(verb, "--help-all").out)
     )
