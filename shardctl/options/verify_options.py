@@ -299,6 +299,11 @@ class VerifyOptions:
         ):
             if not used and getattr(self, name) != getattr(usual, name):
                 raise UsageError(f"--{name.replace('_', '-')} has an effect only with {needed}", hint=f"add {needed}")
+        if self.golden is not None and self.seq_len is not None and self.text is None:
+            raise UsageError(
+                "--seq-len has no effect with --golden, whose file has the inputs",
+                hint="leave --seq-len out, or give it with --write-golden",
+            )
 
     @property
     def writes_or_reads_golden(self) -> bool:

@@ -179,3 +179,9 @@ def test_a_missing_file_exits_4_and_another_dtype_2(made, tmp_path, capsys):
     assert run(["verify", str(source), "--golden", str(tmp_path / "none.json")]) == 4
     assert run(["verify", str(source), "--golden", str(golden), "--dtype", "bf16"]) == 2
     assert "has fp32" in capsys.readouterr().err
+
+
+def test_the_inputs_of_the_file_have_their_length(made, capsys):
+    source, golden = made
+    assert run(["verify", str(source), "--golden", str(golden), "--seq-len", "64"]) == 2
+    assert "--seq-len has no effect with --golden" in capsys.readouterr().err

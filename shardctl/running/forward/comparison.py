@@ -333,10 +333,11 @@ class ForwardComparison:
         ids = inputs.get("input_ids")
         if ids is None:
             return
+        longer = "--seq-len N" if self.options.golden is None else "a golden output written with --seq-len N"
         for what, reached in list_position_limits(model):
             if ids.shape[-1] <= reached:
                 self.sides.notes.append(
-                    f"sequences of {ids.shape[-1]} tokens do not reach {what} {reached:,}; --seq-len N runs longer ones"
+                    f"sequences of {ids.shape[-1]} tokens do not reach {what} {reached:,}; {longer} runs longer ones"
                 )
 
     def _rounding(
