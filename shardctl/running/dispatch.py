@@ -446,7 +446,7 @@ def _read_map(path: str) -> dict[str, str]:
     try:
         with open(path, encoding="utf-8") as file:  # noqa: PTH123
             told = json.load(file)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(
             f"--device-map {path} cannot be read: {error}", hint=f"use {BALANCED}, {SEQUENTIAL} or a JSON file"
         ) from error

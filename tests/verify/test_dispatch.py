@@ -148,6 +148,14 @@ def test_a_map_that_does_not_fit_is_refused(source, devices, tmp_path, told, mes
         loaded(source, device="cuda", device_map=str(file))
 
 
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000])
+def test_a_map_that_is_no_json_exits_2(source, tmp_path, capsys, text):
+    file = tmp_path / "map.json"
+    file.write_text(text)
+    assert run(["verify", str(source), "--load", "cpu", "--device-map", str(file)]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
 def test_ranks_have_their_devices_already(source, devices, tmp_path):
     ranks = tmp_path / "ranks"
     reshard(source, ranks, ReshardOptions(mesh=Mesh.of(tp=2)))
