@@ -576,7 +576,7 @@ def _compare_on_devices(
         processes=processes if processes is not None else choose_process_count(devices.places, nbytes),
         seq_len=verify_options.seq_len,
         decode=verify_options.decode or 0,
-        text=_read_text(verify_options.text) if verify_options.text is not None else "",
+        text=read_sample_text(verify_options.text) if verify_options.text is not None else "",
         golden=golden,
         sketched=verify_options.write_golden is not None,
         watcher=watcher,
@@ -603,7 +603,8 @@ def _compare_on_devices(
     raise AssertionError  # there is always a device
 
 
-def _read_text(path: Path) -> str:
+def read_sample_text(path: Path) -> str:
+    """Read the text of `--text`; raises UsageError for what is not a file of UTF-8 text."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

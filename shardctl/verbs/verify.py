@@ -36,7 +36,7 @@ from shardctl.options import SourceOptions, VerifyOptions
 from shardctl.options.sum_options import requests_sum
 from shardctl.options.verify_options import is_running
 from shardctl.running.device import parse_device_number
-from shardctl.running.device_levels import run_forward_level, run_load_level
+from shardctl.running.device_levels import read_sample_text, run_forward_level, run_load_level
 from shardctl.running.engine_level import require_engine, run_engine_level
 from shardctl.storage.local import LocalSource
 from shardctl.tensors.digest import compute_checkpoint_digest
@@ -95,8 +95,8 @@ def verify(
         names.append("engine")
     if against is None and verify_options.merge:
         raise UsageError("--merge needs the source that the adapter was merged into", hint="add --against SRC")
-    if verify_options.text is not None and not verify_options.text.is_file():
-        raise UsageError(f"--text {verify_options.text} is not a file", hint="give a file of UTF-8 text")
+    if verify_options.text is not None:
+        read_sample_text(verify_options.text)  # it is used last, and must not fail after hours of the other levels
     if verify_options.write_golden is not None:
         require_new_file(verify_options.write_golden)
     if against is None and requests_sum(verify_options):

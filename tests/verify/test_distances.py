@@ -187,6 +187,14 @@ def test_a_text_that_cannot_be_measured_is_an_error(tmp_path, capsys):
     assert command(["verify", str(path), "--text", str(tmp_path / "none.txt")]) == 2
 
 
+def test_a_text_that_cannot_be_read_is_refused_before_anything_is_read(source, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("shardctl.verbs.verify.open_checkpoint", None)
+    (tmp_path / "latin1.txt").write_bytes(b"caf\xe9")
+    for name in ("none.txt", "latin1.txt", "."):
+        assert command(["verify", str(source), "--text", str(tmp_path / name)]) == 2
+        assert "hint:  give a file of UTF-8 text" in capsys.readouterr().err
+
+
 def test_a_perplexity_that_the_source_does_not_have_is_an_error(source, monkeypatch):
     usual = ModelExecutor.run
 
