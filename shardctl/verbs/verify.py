@@ -236,28 +236,33 @@ class _VerifyRun:
             yield combine_checkpoints(other, combination, replace(options, unpadded=True), threads, cast, keep)
 
     def require_base(self, checkpoint: OpenedCheckpoint, other: OpenedCheckpoint) -> None:
-        """Raise UsageError if the checkpoint was completed, and what it is compared with was not."""
-        said = checkpoint.record.options.get(COMPLETED) if checkpoint.record is not None else None
-        again = other.record.options.get(COMPLETED) if other.record is not None else None
-        if said is not None and not other.completed and said != again:
-            raise UsageError(
-                f"{checkpoint.source.name} was completed from {said}",
-                hint="to compare it with its source, add --complete-from and that checkpoint",
-            )
-        summed = checkpoint.record.options.get(AVERAGED) if checkpoint.record is not None else None
-        again = other.record.options.get(AVERAGED) if other.record is not None else None
-        if summed is not None and not other.averaged and summed != again:
-            raise UsageError(
-                f"{checkpoint.source.name} is the sum {summed}",
-                hint="to compare it with that, add --average-with, --ema or --add-difference as reshard had them",
-            )
-        patched = checkpoint.record.options.get(APPLIED) if checkpoint.record is not None else None
-        again = other.record.options.get(APPLIED) if other.record is not None else None
-        if patched is not None and not other.applied and patched != again:
-            raise UsageError(
-                f"{checkpoint.source.name} was made with the deltas {patched}",
-                hint="to compare it with its source, add --apply and each of them, in order",
-            )
+        """Raise UsageError if the checkpoint was completed, summed or patched, and what it is compared with was not."""
+        made = checkpoint.record.options if checkpoint.record is not None else {}
+        compared = other.record.options if other.record is not None else {}
+        checks = (
+            (
+                COMPLETED,
+                other.completed,
+                "was completed from",
+                "to compare it with its source, add --complete-from and that checkpoint",
+            ),
+            (
+                AVERAGED,
+                other.averaged,
+                "is the sum",
+                "to compare it with that, add --average-with, --ema or --add-difference as reshard had them",
+            ),
+            (
+                APPLIED,
+                other.applied,
+                "was made with the deltas",
+                "to compare it with its source, add --apply and each of them, in order",
+            ),
+        )
+        for key, given, how, hint in checks:
+            said = made.get(key)
+            if said is not None and not given and said != compared.get(key):
+                raise UsageError(f"{checkpoint.source.name} {how} {said}", hint=hint)
 
     def _rest(self, checkpoint: OpenedCheckpoint, other: OpenedCheckpoint | None) -> tuple[list[LevelResult], str]:
         if "load" not in self.names:
