@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shardctl.report.meter import TransferMeter
     from shardctl.storage import FileProofs
     from shardctl.tensors.mesh import Mesh
+    from shardctl.tensors.record import CheckpointRecord
     from shardctl.verbs.diff import DiffResult, TensorChange
     from shardctl.verbs.digest import DigestResult
     from shardctl.verbs.finish import FinishResult
@@ -135,13 +136,7 @@ def build_reshard_document(done: ReshardResult, seconds: float) -> Document:
         "dry_run": False,
         "verdict": done.verdict,
         "destination": str(done.destination),
-        "layout": record.layout,
-        "architecture": record.architecture,
-        "mesh": build_mesh_fields(record.mesh),
-        "stages": list(record.stages),
-        "tensors": len(record.tensors),
-        "files": len(record.files) + 1,
-        "file_bytes": sum(record.files.values()),
+        **_build_record_fields(record),
         "read_bytes": done.read_bytes,
         "written_bytes": done.written_bytes,
         "shared_bytes": done.shared_bytes,
@@ -162,6 +157,19 @@ def build_reshard_document(done: ReshardResult, seconds: float) -> Document:
         "consumer": build_consumer_document(done.consumer),
         "notes": list(done.notes),
         "warnings": list(done.warnings),
+    }
+
+
+def _build_record_fields(record: CheckpointRecord) -> Document:
+    """Build what the record of a complete conversion says of it."""
+    return {
+        "layout": record.layout,
+        "architecture": record.architecture,
+        "mesh": build_mesh_fields(record.mesh),
+        "stages": list(record.stages),
+        "tensors": len(record.tensors),
+        "files": len(record.files) + 1,
+        "file_bytes": sum(record.files.values()),
     }
 
 
@@ -243,13 +251,7 @@ def build_finish_document(done: FinishResult, seconds: float, *, verb: str = "fi
         "destination": str(done.destination),
         "finished_before": not done.workers,
         "workers": done.workers,
-        "layout": record.layout,
-        "architecture": record.architecture,
-        "mesh": build_mesh_fields(record.mesh),
-        "stages": list(record.stages),
-        "tensors": len(record.tensors),
-        "files": len(record.files) + 1,
-        "file_bytes": sum(record.files.values()),
+        **_build_record_fields(record),
         "read_bytes": sum(part.read_bytes for part in done.parts),
         "written_bytes": sum(part.written_bytes + part.kept_bytes for part in done.parts),
         "seconds": round(seconds, 3),

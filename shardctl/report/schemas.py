@@ -300,10 +300,9 @@ class ForwardFields(TypedDict):
     golden: GoldenFields | None
 
 
-class ReshardDocument(DocumentHead):
-    """What `reshard --json` prints last."""
+class ConvertedDocument(DocumentHead):
+    """What documents of a complete conversion have."""
 
-    dry_run: Literal[False]
     verdict: str
     destination: str
     layout: str
@@ -315,15 +314,23 @@ class ReshardDocument(DocumentHead):
     file_bytes: int
     read_bytes: int
     written_bytes: int
+    seconds: float
+    digest: str
+    source_digest: str
+    notes: list[str]
+    warnings: list[str]
+
+
+class ReshardDocument(ConvertedDocument):
+    """What `reshard --json` prints last."""
+
+    dry_run: Literal[False]
     shared_bytes: int
     kept_bytes: int
     done_before: bool
     dropped: list[str]
     extra_tensors: list[ExtraTensorFields]
     projected_memory_bytes: int
-    seconds: float
-    digest: str
-    source_digest: str
     source_hashes: HashFields
     rules: str
     rules_proof: str
@@ -331,8 +338,6 @@ class ReshardDocument(DocumentHead):
     names: str
     proof: ForwardFields | None
     consumer: ConsumerFields | None
-    notes: list[str]
-    warnings: list[str]
 
 
 class RehearsalDocument(DocumentHead):
@@ -390,27 +395,11 @@ class EachDocument(DocumentHead):
     not_tried: list[str]
 
 
-class FinishDocument(DocumentHead):
+class FinishDocument(ConvertedDocument):
     """What `finish --json` prints, and `reshard --engine ray --json` last."""
 
-    verdict: str
-    destination: str
     finished_before: bool
     workers: int
-    layout: str
-    architecture: str
-    mesh: MeshFields | None
-    stages: list[int]
-    tensors: int
-    files: int
-    file_bytes: int
-    read_bytes: int
-    written_bytes: int
-    seconds: float
-    digest: str
-    source_digest: str
-    notes: list[str]
-    warnings: list[str]
 
 
 class LoadedRankFields(TypedDict):
