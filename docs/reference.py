@@ -171,6 +171,9 @@ def build_json() -> str:
             owner = "all" if len(users) > 1 else verb
             title = f"plan.{name}" if verb == "plan" else name
             named[verb][name] = re.sub(r"[^\w-]", "", title.lower())
+            if owner == "all" and "schema" in kind.get("properties", {}):
+                names = [schemas[each]["$defs"][name]["properties"]["schema"]["const"] for each in users]
+                kind = kind | {"properties": kind["properties"] | {"schema": {"enum": names}}}  # noqa: PLW2901
             if "properties" in kind and name not in [one for _, one, _ in parts[owner]]:
                 parts[owner].append((title, name, kind))
     lines = JSON.split("\n")
