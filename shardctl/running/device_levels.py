@@ -507,7 +507,7 @@ def _run_forward(
     result = _compare_on_devices(level, candidate, original, verify_options, watcher, golden)
     level.forward = result
     if result.status != "skipped":
-        level.notes += _note_limits(checkpoint, other, ranks, golden)
+        level.notes += _note_limits(checkpoint, other, before, ranks, golden)
     level.notes += result.notes
     level.tensors, level.nbytes = len(checkpoint.manifest.tensors), result.read_bytes
     level.add(iter(result.findings))
@@ -618,7 +618,11 @@ def _list_config_changes(checkpoint: OpenedCheckpoint, other: OpenedCheckpoint) 
 
 
 def _note_limits(
-    checkpoint: OpenedCheckpoint, other: OpenedCheckpoint | None, ranks: Sequence[int], golden: GoldenOutput | None
+    checkpoint: OpenedCheckpoint,
+    other: OpenedCheckpoint | None,
+    before: OpenedCheckpoint | None,
+    ranks: Sequence[int],
+    golden: GoldenOutput | None,
 ) -> Iterator[str]:
     """Yield what the pass does not show."""
     if len(ranks) > 1 and checkpoint.mesh is None:
@@ -629,7 +633,12 @@ def _note_limits(
     alone = len(ranks) < 2 or checkpoint.mesh is None or checkpoint.model is None  # noqa: PLR2004 - one rank is all
     if golden is not None:
         return
-    if other is None and alone:
+    if other is None and before is not None:
+        yield (
+            "the quantized weights do not follow from those of the source alone, so the model was compared with "
+            "itself; only the distances from the outputs before the quantization compare it with the source"
+        )
+    elif other is None and alone:
         yield (
             "the model was compared with itself, which shows only that it runs; --against SRC compares with the source"
         )

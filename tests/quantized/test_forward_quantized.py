@@ -73,6 +73,8 @@ def test_the_decoded_model_is_as_far_from_the_base_as_plain_torch_says(base, tmp
     assert found.unrounded_error == pytest.approx(float((right - other).norm() / right.norm()), rel=1e-3)
     assert found.unrounded_distances.top1 == float((right.argmax(-1) == other.argmax(-1)).float().mean())
     assert found.unrounded_distances.kl > 0
+    assert any("only the distances from the outputs before the quantization" in note for note in level.notes)
+    assert not any("--against SRC" in note for note in level.notes), "it was given"
 
 
 @pytest.mark.parametrize("name", ["gptq-4", "fp8-blocks"])
