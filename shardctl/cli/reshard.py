@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 COMMON = (
     "--to", "--for", "--tp", "--pp", "--ep", "--fsdp", "--mesh", "--dtype", "--quantize", "--merge",
-    "--memory", "--max-shard-size", "--worker", "--prove", "--dry-run", "--overwrite", "--create", "--from",
-    "--json",
+    "--average-with", "--memory", "--max-shard-size", "--worker", "--prove", "--dry-run", "--overwrite", "--create",
+    "--from", "--apply", "--json",
 )  # fmt: skip
 """What -h and --help show."""
 PAGE = "docs/guide.md"

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from shardctl.verify.level import VerifyResult
 
 COMMON = (
-    "--level", "--against", "--for", "--load", "--forward", "--engine", "--mesh", "--require", "--strict", "--junit",
-    "--summary", "--newest-good", "--threads", "--json",
+    "--level", "--against", "--for", "--load", "--forward", "--text", "--write-golden", "--golden", "--engine",
+    "--mesh", "--require", "--strict", "--junit", "--summary", "--newest-good", "--threads", "--json",
 )  # fmt: skip
 """What -h and --help show."""
 PAGE = "docs/verifying.md"

@@ -127,6 +127,7 @@ class SourceOptions:
         CommandOption(
             HelpPanel.SOURCE,
             "Apply this weight delta, such as weight_v000001 of SGLang, to the source; may be repeated, in order.",
+            brief="Apply this weight delta to the source",
             metavar="DELTA",
             accepts=list[str],
             access=PathAccess.READ,

@@ -7,6 +7,7 @@ from shardctl.options.declaration import CommandOption, HelpPanel, PathAccess
 AVERAGE_WITH: Final = CommandOption(
     HelpPanel.WRITING,
     "Average the source with this checkpoint, in any layout; may be repeated.",
+    brief="Average the source with this checkpoint",
     metavar="SRC",
     accepts=list[str],
     access=PathAccess.READ,

@@ -231,6 +231,7 @@ class VerifyOptions:
         CommandOption(
             HelpPanel.TRIALS,
             "Measure the perplexity of this text with the tokenizer of the checkpoint; implies --level forward.",
+            brief="Measure the perplexity of this text",
             metavar="FILE",
             access=PathAccess.READ,
         ),
@@ -240,6 +241,7 @@ class VerifyOptions:
         CommandOption(
             HelpPanel.TRIALS,
             "Write what the model computes to a new file, which --golden reads; implies --level forward.",
+            brief="Write the model's output, for --golden",
             metavar="FILE",
             access=PathAccess.WRITTEN,
         ),
@@ -249,6 +251,7 @@ class VerifyOptions:
         CommandOption(
             HelpPanel.TRIALS,
             "Compare what the model computes, and the digest, with this file of --write-golden; needs no source.",
+            brief="Compare the output with a file of --write-golden",
             metavar="FILE",
             access=PathAccess.READ,
         ),

@@ -86,7 +86,10 @@ def test_help_includes_what_engines_and_trainers_call_by_name(say):
     for asked in ("-h", "--help"):
         out = say("plan", asked).out
         assert all(f"\n  {flag} " in out for flag in ("--profile", "--zero", "--cp", "--kv-dtype", "--utilization"))
-        assert "\n  --create " in say("reshard", asked).out
+        out = say("reshard", asked).out
+        assert all(f"\n  {flag} " in out for flag in ("--create", "--average-with", "--apply"))
+        out = say("verify", asked).out
+        assert all(f"\n  {flag} " in out for flag in ("--text", "--write-golden", "--golden"))
 
 
 @pytest.mark.parametrize("verb", VERBS)
