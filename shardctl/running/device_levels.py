@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from shardctl.base.workers import ExecutionOptions, ProgressWatcher
     from shardctl.checkpoint.opening import OpenedCheckpoint
     from shardctl.options import VerifyOptions
-    from shardctl.running.dispatch import CheckpointDispatch, DispatchedBlock
+    from shardctl.running.dispatch import CheckpointDispatch
     from shardctl.running.forward import CandidateCheckpoint, OriginalCheckpoint
     from shardctl.running.load import LoadedTensors
     from shardctl.running.loaded import Array, LoadedBox, LoadedDigests, Parts
@@ -148,6 +148,7 @@ def _load_blocks(
 ) -> None:
     """Load each block where the dispatch places it; where a device fails, place them again without it."""
     from shardctl.running.device import empty_device_cache, is_cuda_device
+    from shardctl.running.dispatch import DISK
     from shardctl.running.loaded import LoadedDigests
 
     effort.watcher.begin(2 * sum(block.nbytes for block in dispatch.blocks), phase="load")
@@ -164,7 +165,11 @@ def _load_blocks(
                 label = format_plural(len(blocks), "block") if len(placed) > 1 else ""
                 planned = compute_planned_bytes(checkpoint).get(None) if len(placed) == 1 else None
                 one = LoadedRank(None, label, place, 0, 0.0, 0, planned)
-                loaded.append(run.load_blocks(one, blocks, dispatch, found))
+                keys = [key for block in blocks for key in block.arrays]
+                one = run.load(one, keys, found, dispatch)
+                if place == DISK:  # one array after another was in host memory
+                    one = replace(one, peak_bytes=max(map(dispatch.measure, keys), default=0))
+                loaded.append(one)
         except _MACHINE_ERROR_TYPES as error:
             release_frames(error)
             dispatch.release()
@@ -199,35 +204,17 @@ class _LoadRun:
     """Bytes that are loaded at once; all if None."""
     effort: ExecutionOptions
 
-    def load(self, told: LoadedRank, held: Sequence[Array], found: list[CheckFinding]) -> LoadedRank:
-        """Load what a rank holds onto its device; returns what that took, and adds to `found` what is wrong."""
-        from shardctl.running.device import use_device
-        from shardctl.running.load import WantedTensor, load_tensors
-        from shardctl.running.loaded import place_loaded_arrays
-        from shardctl.running.machine_failure import tell_machine_errors
-
-        for batch in _split_batches(held, self.every, self.most):
-            wanted = {key: WantedTensor.part(key[1], [self.every[key]]) for key in batch}
-            loaded = load_tensors(wanted, self.checkpoint.source, told.device, self.effort)
-            told = _add_loaded(told, loaded)
-            with tell_machine_errors(told.device), use_device(told.device):
-                boxes = list(place_loaded_arrays(self.parts, self.every, loaded.tensors))
-                found += _find_differences(
-                    self.checkpoint, self.other, told.rank, boxes, self.summed, told.device, self.effort
-                )
-            del loaded, boxes
-        return told
-
-    def load_blocks(
+    def load(
         self,
         told: LoadedRank,
-        blocks: Sequence[DispatchedBlock],
-        dispatch: CheckpointDispatch,
+        held: Sequence[Array],
         found: list[CheckFinding],
+        dispatch: CheckpointDispatch | None = None,
     ) -> LoadedRank:
-        """Load blocks where the dispatch places them, and keep them there; adds to `found` what is wrong.
+        """Load what a rank holds onto its device; returns what that took, and adds to `found` what is wrong.
 
-        What goes to the folder passes through host memory array by array, and is compared as it is read back.
+        A `dispatch` keeps what it has placed there. What goes to its folder passes through host memory array by array,
+        and is compared as it is read back.
         """
         from shardctl.running.device import use_device
         from shardctl.running.dispatch import DISK, HOST
@@ -235,21 +222,19 @@ class _LoadRun:
         from shardctl.running.loaded import place_loaded_arrays
         from shardctl.running.machine_failure import tell_machine_errors
 
-        device = HOST if told.device == DISK else told.device
-        keys = [key for block in blocks for key in block.arrays]
-        for batch in [[key] for key in keys] if told.device == DISK else [keys]:
+        device, most = (HOST, 0) if told.device == DISK else (told.device, self.most)
+        for batch in _split_batches(held, self.every, most):
             wanted = {key: WantedTensor.part(key[1], [self.every[key]]) for key in batch}
             loaded = load_tensors(wanted, self.checkpoint.source, device, self.effort)
             told = _add_loaded(told, loaded)
             with tell_machine_errors(device), use_device(device):
-                dispatch.keep(told.device, loaded.tensors)
-                tensors = {key: dispatch.read_back(key) for key in batch} if told.device == DISK else loaded.tensors
+                tensors = dispatch.keep(told.device, loaded.tensors) if dispatch is not None else loaded.tensors
                 del loaded
                 boxes = list(place_loaded_arrays(self.parts, self.every, tensors))
-                found += _find_differences(self.checkpoint, self.other, None, boxes, self.summed, device, self.effort)
+                found += _find_differences(
+                    self.checkpoint, self.other, told.rank, boxes, self.summed, device, self.effort
+                )
             del tensors, boxes
-        if told.device == DISK:
-            told = replace(told, peak_bytes=max((dispatch.measure(key) for key in keys), default=0))
         return told
 
 

@@ -191,11 +191,11 @@ class CheckpointDispatch:
         chunk = self.arrays[key]
         return chunk.dtype.nbytes(chunk.box.shape)
 
-    def keep(self, place: str, tensors: Mapping[Array, Torch]) -> None:
-        """Hold loaded arrays for the forward pass; those of the folder are held in its file."""
+    def keep(self, place: str, tensors: Mapping[Array, Torch]) -> Mapping[Array, Torch]:
+        """Hold loaded arrays for the forward pass, those of the folder in its file; returns them as they are held."""
         if place != DISK:
             self._tensors |= tensors
-            return
+            return tensors
         for key, tensor in tensors.items():
             data: Any = as_bytes(tensor.contiguous()).numpy()
             if self._file is None:
@@ -204,6 +204,7 @@ class CheckpointDispatch:
             self._offsets[key] = self._file.seek(0, os.SEEK_END)
             self._file.write(data)
         self._file.flush()
+        return {key: self.read_back(key) for key in tensors}
 
     def read_back(self, key: Array) -> Torch:
         """Read an array from the folder's file into host memory."""
