@@ -16,7 +16,7 @@ import typer
 
 from shardctl.base.errors import UsageError
 from shardctl.base.value import value_class
-from shardctl.cli.signature import replace_aliases
+from shardctl.cli.signature import list_aliases, replace_aliases
 from shardctl.options.declaration import PERMISSION, PathAccess
 from shardctl.report.visible import hide_passwords
 from shardctl.storage.bounded_text import RULE_TEXT, parse_toml, read_file
@@ -102,14 +102,14 @@ def read_settings(verbs: Mapping[str, Callable[..., Any]], environment: Mapping[
         for each in getattr(function, "named_paths", ())
         if each.access is PathAccess.READ
     }
-    found, warnings = [], list[str]()
+    found, warnings = list[OptionSetting](), list[str]()
     for name, text in sorted(environment.items()):
         if name.startswith(PREFIX) and text and name.removeprefix(PREFIX) not in _OTHER_VARIABLES:
-            setting = _read_variable(name, text, options, tuple(verbs.values()))
-            if setting is None:
+            settings = _read_variable(name, text, options, tuple(verbs.values()))
+            if settings is None:
                 warnings.append(f"{name} is no setting and no variable of shardctl{_suggest_variable(name, options)}")
             else:
-                found.append(setting)
+                found += settings
     found.sort(key=lambda setting: not setting.verb)
     files: dict[str, bool] = {}
     for path, table in _list_files(environment):
@@ -169,7 +169,10 @@ def _read_table(
             yield from _read_table(given, key, inside, options, known, aliases)
             continue
         flag = f"--{key.replace('_', '-')}"
-        flag, value = _replace_alias(flag, given, aliases)
+        meant = _replace_alias(flag, given, aliases)
+        if meant is None:
+            continue
+        flag, value = meant
         if flag not in (options[verb] if verb else known):
             near = get_close_matches(key, [each.removeprefix("--") for each in known], 1)
             hint = f"did you mean {near[0]}?" if near else f"shardctl {verb or 'VERB'} --help-all lists the options"
@@ -188,31 +191,38 @@ def _convert_value(value: object, where: str) -> Any:  # noqa: ANN401 - what the
     raise UsageError(f"{where} is no text, number, boolean or list", hint="write it as on the command line")
 
 
-def _replace_alias(flag: str, value: Any, functions: Sequence[Callable[..., Any]]) -> tuple[str, Any]:  # noqa: ANN401 - what a file holds
-    """Return the option that an alias means, and its value; anything else as it is."""
+def _replace_alias(flag: str, value: Any, functions: Sequence[Callable[..., Any]]) -> tuple[str, Any] | None:  # noqa: ANN401 - what a file holds
+    """Return the option that an alias means, and its value; anything else as it is, and None for what is turned off.
+
+    Raises UsageError where an alias that stands for a value is neither turned on nor off.
+    """
     for function in functions:
-        if isinstance(value, list):
-            found = replace_aliases([flag], function)
-            if found != [flag]:
-                return found[0], value
-            continue
-        found = replace_aliases([flag] if value is True else [flag, str(value)], function)
-        if found[0] != flag:
-            return found[0], found[1] if len(found) > 1 else value
+        meant, fixed = list_aliases(function).get(flag, ("", ""))
+        if fixed:
+            turned_on = _BOOLEAN_WORDS.get(str(value).lower())
+            if turned_on is None:
+                raise UsageError(f"{flag} {value} is neither true nor false", hint=f"write 1 or 0, or {meant} {fixed}")
+            return (meant, fixed) if turned_on else None
+        if meant:
+            return meant, value if isinstance(value, bool | list) else replace_aliases([flag, str(value)], function)[1]
     return flag, value
 
 
 def _read_variable(
     name: str, text: str, options: Mapping[str, frozenset[str]], functions: Sequence[Callable[..., Any]]
-) -> OptionSetting | None:
+) -> list[OptionSetting] | None:
+    """Read the setting of a variable; an empty list for an alias that it turns off, None for an unknown name."""
     words = name.removeprefix(PREFIX).lower().replace("_", "-")
     for verb, flags in options.items():
-        flag, value = _replace_alias(f"--{words.removeprefix(f'{verb}-')}", _BOOLEAN_WORDS.get(text, text), functions)
-        if words.startswith(f"{verb}-") and flag in flags:
-            return OptionSetting(flag, verb, text if isinstance(value, bool) else value, name)
-    flag, value = _replace_alias(f"--{words}", _BOOLEAN_WORDS.get(text, text), functions)
-    known = any(flag in flags for flags in options.values())
-    return OptionSetting(flag, "", text if isinstance(value, bool) else value, name) if known else None
+        if words.startswith(f"{verb}-"):
+            meant = _replace_alias(f"--{words.removeprefix(f'{verb}-')}", text, functions)
+            if meant is None or meant[0] in flags:
+                return [] if meant is None else [OptionSetting(meant[0], verb, meant[1], name)]
+    meant = _replace_alias(f"--{words}", text, functions)
+    if meant is None:
+        return []
+    known = any(meant[0] in flags for flags in options.values())
+    return [OptionSetting(meant[0], "", meant[1], name)] if known else None
 
 
 def _suggest_variable(name: str, options: Mapping[str, frozenset[str]]) -> str:

@@ -120,15 +120,21 @@ def _list_declared(function: Callable[..., object], every: type[object]) -> Iter
             yield declared.flag, option
 
 
+def list_aliases(function: Callable[..., object]) -> dict[str, tuple[str, str]]:
+    """List the aliases of a command's options, each with the option and the value that it stands for, "" for none."""
+    declared: Mapping[str, CommandOption] = getattr(function, "declared", {})
+    return {
+        alias.partition("=")[0]: (flag, alias.partition("=")[2])
+        for flag, option in declared.items()
+        for alias in option.aliases
+    }
+
+
 def replace_aliases(args: Sequence[str], function: Callable[..., object]) -> list[str]:
     """Return a command line with the option itself for each of its aliases; raises UsageError for two names at once."""
     declared: Mapping[str, CommandOption] = getattr(function, "declared", {})
     aliased = {flag: option for flag, option in declared.items() if option.aliases or option.former_values}
-    meant = {
-        alias.partition("=")[0]: (flag, alias.partition("=")[2])
-        for flag, option in aliased.items()
-        for alias in option.aliases
-    }
+    meant = list_aliases(function)
     found, used, expected = list[str](), dict[str, str](), ""
     rest = list(args[args.index("--") :]) if "--" in args else []
     for arg in args[: len(args) - len(rest)]:
@@ -141,6 +147,8 @@ def replace_aliases(args: Sequence[str], function: Callable[..., object]) -> lis
             continue
         if used.setdefault(flag, name) != name:
             raise UsageError(f"{used[flag]} and {name} are both given", hint="they are one option: leave one out")
+        if fixed and equals:
+            raise UsageError(f"{name} takes no value", hint=f"{flag} {fixed} is the same; leave the value out")
         if fixed:
             found += [flag, fixed]
         elif equals:

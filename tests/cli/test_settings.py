@@ -207,3 +207,31 @@ def test_warnings_and_errors_are_said_in_quiet_too(say, tmp_path, source):
         assert "odd.pt" in say("digest", source, "-q").err
     finally:
         (source / "odd.pt").unlink()
+
+
+@pytest.mark.parametrize(
+    ("word", "shown"),
+    [("1", "--recompute full from "), ("TRUE", "--recompute full from "), ("0", ""), ("False", ""), ("off", "")],
+)
+@pytest.mark.parametrize("name", ["SHARDCTL_GRADIENT_CHECKPOINTING", "SHARDCTL_PLAN_GRADIENT_CHECKPOINTING"])
+def test_an_alias_that_stands_for_a_value_is_turned_on_and_off(say, monkeypatch, name, word, shown):
+    monkeypatch.setenv(name, word)
+    code, out, err = say("settings")
+    assert (code, err) == (0, "")
+    assert ("--recompute" in out, shown in out) == (bool(shown), True)
+    monkeypatch.setenv(name, "maybe")
+    code, _, err = say("plan", "nowhere")
+    assert (code, "--gradient-checkpointing maybe is neither true nor false" in err) == (2, True)
+
+
+def test_an_alias_in_a_file_is_turned_on_and_off(say, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for value, found in (("true", True), ("false", False)):
+        (tmp_path / "pyproject.toml").write_text(f"[tool.shardctl.plan]\ngradient_checkpointing = {value}\nusers = 4\n")
+        out = say("settings").out
+        assert ("--recompute full from " in out, "--batch 4 from " in out) == (found, True)
+
+
+def test_an_alias_that_stands_for_a_value_takes_none(say):
+    code, _, err = say("plan", "nowhere", "--gradient-checkpointing=no")
+    assert (code, err.splitlines()[0]) == (2, "error: --gradient-checkpointing takes no value")
