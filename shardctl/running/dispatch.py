@@ -128,6 +128,8 @@ class CheckpointDispatch:
     _begins: dict[tuple[str, str], list[int]] = field(default_factory=dict)
     _file: Any = None
     _complete: bool = False
+    _host_limit: int | None = None
+    """Bytes of host memory that blocks may take by default, measured once: a note names them, for every plan."""
 
     def __post_init__(self) -> None:
         self.arrays = collect_arrays(self.checkpoint.stored)
@@ -168,7 +170,9 @@ class CheckpointDispatch:
         capacities = self._measure_devices(failed)
         host = options.host_memory
         if host is None:
-            host = int(_HOST_SHARE * measure_host_memory())
+            if self._host_limit is None:
+                self._host_limit = int(_HOST_SHARE * measure_host_memory())
+            host = self._host_limit
             self._note(f"blocks may take {host:,} bytes of host memory, half of what is free; --host-memory sets it")
         disk = self._measure_folder() if options.offload_folder is not None else 0
         if disk:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from shardctl.base.errors import UsageError
 from shardctl.cli.program import run
 from shardctl.options import ReshardOptions, VerifyOptions
+from shardctl.running import dispatch
 from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
@@ -165,13 +166,18 @@ def test_ranks_have_their_devices_already(source, devices, tmp_path):
     assert not loaded(ranks, device="cuda")[1]
 
 
-def test_a_device_that_fails_is_left_out(source, devices):
+def test_a_device_that_fails_is_left_out(source, devices, monkeypatch):
     fake = devices(8 * MIB, 8 * MIB)
+    free = iter((8 * MIB, 6 * MIB))
+    monkeypatch.setattr(dispatch, "measure_host_memory", lambda: next(free))
     fake.broken[1] = "CUDA error: uncorrectable ECC error encountered"
     level, placed = loaded(source, device="cuda")
     assert level.status == "passed", (level.reason, level.findings)
     assert set(placed.values()) == {"cuda:0"}
     assert any("cuda:1" in note for note in level.notes)
+    assert [note for note in level.notes if "of host memory" in note] == [
+        f"blocks may take {4 * MIB:,} bytes of host memory, half of what is free; --host-memory sets it"
+    ]
 
 
 def test_a_device_that_others_fill_meanwhile_is_left_out(source, devices, monkeypatch):
