@@ -208,9 +208,11 @@ HEAD = """\
 
 ## Results and errors
 
-Every function returns a result. `str(result)` is what its command prints, `result.to_dict()` what it prints with
-`--json`, and `result.verdict` the answer in one line. On failure a `ShardctlError` is raised: its `message` says what
-happened, its `hint` what to do, and its `exit_code` is that of the program. Its kinds are in `shardctl.base.errors`:
+Every function that has the name of a command, and `contribute`, returns a result. `str(result)` is what its command
+prints, `result.to_dict()` what it prints with `--json`, and `result.verdict` the answer in one line. `reshard_each` and
+`find_newest` return plain objects with one field for each fact. On failure a `ShardctlError` is raised: its `message`
+says what happened, its `hint` what to do, and its `exit_code` is that of the program. Its kinds are in
+`shardctl.base.errors`:
 `UsageError` (2), `Mismatch` (3), `SourceError` (4), `AccessError` (5), `DestinationError` (6), `TransientError` (7).
 `verify` returns what is wrong as `findings` and does not raise. Settings in files and variables are for the command
 line only.
