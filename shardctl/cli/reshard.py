@@ -16,6 +16,7 @@ from shardctl.cli.command_line import recall_command
 from shardctl.cli.endings import raise_when_finished
 from shardctl.options import DestinationOptions, ReshardOptions, SourceOptions
 from shardctl.options.declaration import CommandOption, HelpPanel, PathAccess
+from shardctl.options.sum_options import requests_sum
 
 if TYPE_CHECKING:
     from shardctl.conversion.engine.worker import WorkerId
@@ -152,7 +153,8 @@ def reshard(
         else:
             streams.print_view(view(done, seconds))
             streams.print_warnings(_list_missing_files(done))
-            _suggest_verification(dst, src, done, read_as_is=source_options == SourceOptions())
+            changed = bool(conversion.merge) or requests_sum(conversion) or source_options != SourceOptions()
+            _suggest_verification(dst, src, done, comparable=not changed)
     return 0
 
 
@@ -177,19 +179,14 @@ def _list_missing_files(done: object) -> list[str]:
     return [f"{done.target} has no {' and no '.join(lacking)}: engines need them"] if lacking else []
 
 
-def _suggest_verification(dst: str, src: str, done: object, *, read_as_is: bool) -> None:
-    """Say how to prove the result; the source is named where verify reads it without further options."""
+def _suggest_verification(dst: str, src: str, done: object, *, comparable: bool) -> None:
+    """Say how to prove the result; the source is named where it is `comparable` without further options of verify."""
     from shardctl.verbs.finish import FinishResult
     from shardctl.verbs.reshard import ReshardResult
 
     if not isinstance(done, ReshardResult | FinishResult):
         return  # a part of a result, which is whole only after `shardctl finish`
-    comparable = (
-        isinstance(done, ReshardResult)
-        and not any("merged" in each or "sum" in each for each in done.changes)
-        and read_as_is
-    )
-    against = f" --against {shlex.quote(src)}" if comparable else ""
+    against = f" --against {shlex.quote(src)}" if comparable and isinstance(done, ReshardResult) else ""
     streams.print_progress(f"next: shardctl verify {shlex.quote(dst)} --level full{against}\n")
 
 

@@ -27,6 +27,13 @@ def test_the_result_is_told_and_its_digest_is_the_last_line(say, source, tmp_pat
     assert not any(line.startswith("source digest") for line in lines)
 
 
+def test_the_source_is_suggested_where_verify_reads_it_without_further_options(say, source, tmp_path):
+    left_out = say("reshard", source, tmp_path / "out", "--exclude", "model.norm.weight|sum|merged").err
+    assert left_out.endswith(f"--level full --against {source}\n")
+    summed = say("reshard", source, tmp_path / "sum", "--average-with", source).err
+    assert summed.endswith(f"next: shardctl verify {tmp_path}/sum --level full\n")
+
+
 def test_a_cast_gives_both_digests(say, source, tmp_path):
     lines = say("reshard", source, tmp_path / "out", "--dtype", "bf16").out.splitlines()
     assert f"/out holds 21 tensors made from {source}, in layout hf, cast to bf16 (" in lines[0]
