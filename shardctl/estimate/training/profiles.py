@@ -606,7 +606,7 @@ _TORCHTUNE: Final = replace(
             SavedActivation("gradient of the logits", "logits", None, ("compiled loss",)),
         ),
     ),
-    source="modules of torchtune 0.6.1, whose norms compute in fp32 and whose keys are repeated",
+    source="modules of torchtune 0.6.1 with the fp32 norms of its 0.5, and keys repeated for each query head",
 )
 _TRANSFORMERS_MODULES_SOURCE: Final = "transformers' modules"
 RUNTIMES: Final[Mapping[Profile, RuntimeProfile]] = {
