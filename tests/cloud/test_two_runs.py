@@ -141,6 +141,23 @@ def test_what_a_user_put_there_in_the_meantime_is_left_alone(s3_place, source, w
     assert s3_place.held("out/") == {**wanted["hf"], "notes.txt": b"mine", foreign: b"mine, too"}
 
 
+@pytest.mark.parametrize("kind", ["s3", "az", "gs"])
+def test_an_object_that_another_run_replaces_is_read_whole(open_place, monkeypatch, kind):
+    """Each look at the object is followed by another content, as when two runs note their plans."""
+    bucket, look = CloudBucket(open_place(kind).address("out"), writing=True), CloudBucket.head
+    bucket.write("plan.json", b"first")
+
+    def overtaken(self, path):
+        found = look(self, path)
+        self.write(path, b"second")
+        return found
+
+    monkeypatch.setattr(CloudBucket, "head", overtaken)
+    content, found = bucket.read_object("plan.json")
+    assert look(bucket, "plan.json") == found
+    assert found.size == len(content)
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.wrong_result  # read while the other run replaces it
 def test_races_end_with_one_whole_result_or_none(s3_place, source, wanted, overwrite):

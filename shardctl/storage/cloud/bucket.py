@@ -160,14 +160,24 @@ class CloudBucket:
         return found[0] if found is not None else None
 
     def read_object(self, path: str) -> tuple[bytes, BucketObject] | None:
-        """Return the content of a small object, and which one it is; None if there is none."""
-        found = self.head(path)
-        if found is None:
-            return None
-        check_size(found.size, path, RECORD_TEXT)
-        content = bytearray(found.size)
-        self.fetch(path, 0, memoryview(content), found.etag)
-        return bytes(content), found
+        """Return the content of a small object, and which one it is; None if there is none.
+
+        One request gets both, so that they belong together even while another run replaces the object.
+        """
+
+        def got() -> tuple[bytes, BucketObject] | None:
+            try:
+                answer = self._obstore.get(self._store, self._key(path))
+            except (self._obstore.exceptions.NotFoundError, FileNotFoundError):
+                return None
+            found = _parse_object(answer.meta)
+            check_size(found.size, path, RECORD_TEXT)
+            content = bytes(answer.bytes())
+            if len(content) != found.size:
+                raise TroubleError(f"{len(content)} bytes came for {found.size}")
+            return content, found
+
+        return self._tried("reading", path, got)
 
     def write(self, path: str, content: bytes) -> BucketObject:
         """Put a small object: all of it, or nothing."""
