@@ -160,9 +160,12 @@ def format_server_answer(planned: PlanResult) -> str:
     seen, work = planned.forecast, planned.forecast.work
     if not isinstance(work, ServingWorkload) or work.budget is None or seen.device is None or seen.estimate.partial:
         return ""
+    low, high = seen.batch_interval
     if seen.largest_batch == 0:
-        return f"{work.budget.engine} does not start: one request of {work.context:,} tokens has no room"
-    starts = f"{work.budget.engine} starts: one request of {work.context:,} tokens fits"
+        doubt = " by the estimate, though it may" if high else ""
+        return f"{work.budget.engine} does not start{doubt}: one request of {work.context:,} tokens has no room"
+    doubt = " by the estimate, though not for certain" if low == 0 else ""
+    starts = f"{work.budget.engine} starts{doubt}: one request of {work.context:,} tokens fits"
     if seen.largest_batch is None:
         return f"{starts}, and memory does not limit how many it holds at once"
     asked = f", fewer than the {work.batch:,} of --users" if seen.largest_batch < work.batch else ""
@@ -373,8 +376,9 @@ def format_workload(planned: PlanResult) -> str:
         *([f"moments in {' and '.join(work.moment_dtypes)}"] if work.moment_dtypes else []),
         *([f"offload to {work.offload}"] if work.offload != "none" else []),
         *([f"{work.optimizer_kernel} kernels of the optimizer"] if work.optimizer_kernel else []),
+        *([f"{work.allocator} segments of the allocator"] if work.allocator else []),
         *([f"loss in chunks, as {work.chunked_loss} has it"] if work.chunked_loss else []),
-        *(["inputs of layers on the host"] if work.offload_checkpoints else []),
+        *(["inputs of layers on the host, where they are not counted"] if work.offload_checkpoints else []),
         *(["optimizer steps in the backward pass"] if work.step_in_backward else []),
         *(["no sequence parallelism"] if not work.sequence_parallel else []),
         *([f"{work.attention} attention"] if work.attention != "flash" else []),

@@ -537,3 +537,20 @@ def test_defaults_are_those_of_the_version_and_the_device(say, server, device, r
     work = json.loads(say("plan", config, "--for", server, "--gpu", device, "--json").out)["purpose"]["workload"]
     assert (work["rows"], work["batched_tokens"]) == (rows, batched)
     assert work["budget"]["utilization"] == utilization
+
+
+@pytest.mark.parametrize(
+    ("version", "answer"),
+    [
+        ("", "vllm starts by the estimate, though not for certain: one request of 131,072 tokens fits"),
+        ("@0.10.1", "vllm does not start by the estimate, though it may: one request of 131,072 tokens has no room"),
+        ("@0.32", "vllm starts: one request of 131,072 tokens fits"),
+    ],
+)
+def test_whether_a_server_starts_is_certain_only_where_the_interval_is(say, version, answer):
+    """The weights of gpt-oss depend on the kernel that a version chooses for MXFP4, and no version names none."""
+    config = PUBLIC.parent / "configs_quantized/gpt-oss-120b_config.json"
+    options = ("--utilization", "0.95", "--batched-tokens", "1024", "--max-seqs", "1024", "--seq-len", "131072")
+    found = say("plan", config, "--for", f"vllm{version}", "--gpu", "h100-80g", *options)
+    assert answer in found.out
+    assert found.code == (3 if "not start" in answer else 0)
