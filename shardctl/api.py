@@ -787,7 +787,7 @@ def reshard(
         overwrite: Replace a checkpoint that shardctl wrote.
         no_resume: Start again instead of resuming an earlier run.
         hash: Write SHA256SUMS, and Megatron-LM's integrity.json.
-        prove: Run the result beside the source, and publish it only if they agree.
+        prove: Run the result and the source, and publish the result only if they agree.
         allow_overflow: Publish a result in which finite values became infinite, which is refused otherwise.
         create: Create the repository or the branch of a destination on the Hub.
         private: With create, make the repository private.

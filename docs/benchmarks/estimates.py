@@ -96,7 +96,7 @@ They are planned without what the last column names, and are not counted above.
 
 @dataclass(frozen=True)
 class MeasuredPeak:
-    """One measured number beside the estimate, in GiB."""
+    """One measured number next to the estimate, in GiB."""
 
     source: str
     name: str
@@ -158,7 +158,7 @@ def compare_rows(path: Path) -> list[MeasuredPeak]:
                         continue
                     needs = [said["needs"][rank["needs"]] for rank in ranks]
                     if counter == "cache":
-                        counted = count_cache_room(said, row.get("beside", []), row.get("within", []))
+                        counted = count_cache_room(said, row.get("uncounted", []), row.get("within", []))
                     else:
                         most = max(needs, key=lambda one: one["counters"][counter]["total_bytes"])
                         counted = count_bytes(most, counter, source.get("context"))
@@ -179,17 +179,17 @@ def add_to_loss(sizes: list[float], moments: list[dict[str, object]], added: flo
     return [size + more for size in sizes]
 
 
-def count_cache_room(said: dict[str, object], beside: list[str], within: list[str]) -> list[float]:
+def count_cache_room(said: dict[str, object], uncounted: list[str], within: list[str]) -> list[float]:
     """What the plan says that is left for caches, and at the least and at the most.
 
-    `beside` and `within` are the names of terms that the run did not count in its part of the device, and of those
+    `uncounted` and `within` are the names of terms that the run did not count in its part of the device, and of those
     that only it did.
     """
     room = said["purpose"]["room"]
     sizes = [room[key] for key in ("cache_bytes", "low_bytes", "high_bytes")]
     for term in said["needs"][0]["terms"]:
         amounts = [term[key] for key in ("term_bytes", "high_bytes", "low_bytes")]
-        if term["name"] in beside:
+        if term["name"] in uncounted:
             sizes = [size + amount for size, amount in zip(sizes, amounts, strict=True)]
         if term["name"] in within:
             sizes = [size - amount for size, amount in zip(sizes, amounts, strict=True)]

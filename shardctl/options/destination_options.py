@@ -33,7 +33,7 @@ class DestinationOptions:
         bool,
         CommandOption(
             HelpPanel.GENERAL,
-            "Run the result beside the source, and publish it only if they agree.",
+            "Run the result and the source, and publish the result only if they agree.",
             brief="Run both models, and publish only if they agree",
         ),
     ] = False
