@@ -255,7 +255,7 @@ def plan(
     to: str | None = None,
     names: Literal["hub", "transformers", "keep", "accelerate", "torchtitan", "automodel", "veomni", "maxtext"]
     | None = None,
-    experts: Literal["keep", "fused", "split"] = "keep",
+    experts: Literal["keep", "fused", "fused@0.18", "split"] = "keep",
     max_shard_size: int | str | None = None,
     trtllm_embedding: Literal["whole", "vocabulary", "hidden"] | None = None,
     meta_embedding: Literal["vocabulary", "hidden"] | None = None,
@@ -448,7 +448,8 @@ def plan(
         names: Tensor names: of the Hub (hf), of transformers' classes, or of the source; in dcp those of Accelerate,
             torchtitan, NeMo Automodel and VeOmni, in orbax MaxText's. Default: transformers; in hf those of the source
             if its class loads them from the Hub, else hub.
-        experts: Write the experts of a layer as one array (fused), or each by itself (split). Default: "keep".
+        experts: Write the experts of a layer as one array (fused), or each by itself (split). Adapters: fused is the
+            layout of PEFT 0.19 and later, fused@0.18 that of PEFT 0.18. Default: "keep".
         max_shard_size: Maximum bytes of tensors per file. Default: 5GB for hf.
         trtllm_embedding: How to="trtllm" stores the embedding: whole, or cut along a dim. Default: whole.
         meta_embedding: Dim along which to="meta" cuts the embedding: vocabulary (the code of Llama 3) or hidden (Llama
@@ -558,7 +559,7 @@ def reshard(
     to: str | None = None,
     names: Literal["hub", "transformers", "keep", "accelerate", "torchtitan", "automodel", "veomni", "maxtext"]
     | None = None,
-    experts: Literal["keep", "fused", "split"] = "keep",
+    experts: Literal["keep", "fused", "fused@0.18", "split"] = "keep",
     max_shard_size: int | str | None = None,
     trtllm_embedding: Literal["whole", "vocabulary", "hidden"] | None = None,
     meta_embedding: Literal["vocabulary", "hidden"] | None = None,
@@ -636,7 +637,7 @@ def reshard(
     to: str | None = None,
     names: Literal["hub", "transformers", "keep", "accelerate", "torchtitan", "automodel", "veomni", "maxtext"]
     | None = None,
-    experts: Literal["keep", "fused", "split"] = "keep",
+    experts: Literal["keep", "fused", "fused@0.18", "split"] = "keep",
     max_shard_size: int | str | None = None,
     trtllm_embedding: Literal["whole", "vocabulary", "hidden"] | None = None,
     meta_embedding: Literal["vocabulary", "hidden"] | None = None,
@@ -714,7 +715,7 @@ def reshard(
     to: str | None = None,
     names: Literal["hub", "transformers", "keep", "accelerate", "torchtitan", "automodel", "veomni", "maxtext"]
     | None = None,
-    experts: Literal["keep", "fused", "split"] = "keep",
+    experts: Literal["keep", "fused", "fused@0.18", "split"] = "keep",
     max_shard_size: int | str | None = None,
     trtllm_embedding: Literal["whole", "vocabulary", "hidden"] | None = None,
     meta_embedding: Literal["vocabulary", "hidden"] | None = None,
@@ -814,7 +815,8 @@ def reshard(
         names: Tensor names: of the Hub (hf), of transformers' classes, or of the source; in dcp those of Accelerate,
             torchtitan, NeMo Automodel and VeOmni, in orbax MaxText's. Default: transformers; in hf those of the source
             if its class loads them from the Hub, else hub.
-        experts: Write the experts of a layer as one array (fused), or each by itself (split). Default: "keep".
+        experts: Write the experts of a layer as one array (fused), or each by itself (split). Adapters: fused is the
+            layout of PEFT 0.19 and later, fused@0.18 that of PEFT 0.18. Default: "keep".
         max_shard_size: Maximum bytes of tensors per file. Default: 5GB for hf.
         trtllm_embedding: How to="trtllm" stores the embedding: whole, or cut along a dim. Default: whole.
         meta_embedding: Dim along which to="meta" cuts the embedding: vocabulary (the code of Llama 3) or hidden (Llama
@@ -1430,7 +1432,7 @@ def reshard_each(
     to: str | None = None,
     names: Literal["hub", "transformers", "keep", "accelerate", "torchtitan", "automodel", "veomni", "maxtext"]
     | None = None,
-    experts: Literal["keep", "fused", "split"] = "keep",
+    experts: Literal["keep", "fused", "fused@0.18", "split"] = "keep",
     max_shard_size: int | str | None = None,
     trtllm_embedding: Literal["whole", "vocabulary", "hidden"] | None = None,
     meta_embedding: Literal["vocabulary", "hidden"] | None = None,
@@ -1530,7 +1532,7 @@ def contribute(
     to: str | None = None,
     names: Literal["hub", "transformers", "keep", "accelerate", "torchtitan", "automodel", "veomni", "maxtext"]
     | None = None,
-    experts: Literal["keep", "fused", "split"] = "keep",
+    experts: Literal["keep", "fused", "fused@0.18", "split"] = "keep",
     max_shard_size: int | str | None = None,
     trtllm_embedding: Literal["whole", "vocabulary", "hidden"] | None = None,
     meta_embedding: Literal["vocabulary", "hidden"] | None = None,

@@ -52,7 +52,7 @@ from shardctl.conversion.tensor_choice import (
     list_coded_arrays,
 )
 from shardctl.conversion.written_auxiliary_files import list_carried_files, write_older_config
-from shardctl.libraries.arrays.form import EXPERTS
+from shardctl.libraries.arrays.form import EXPERTS, INPUTS_FIRST_EXPERTS
 from shardctl.libraries.catalogue import get_layout, list_layouts_with
 from shardctl.libraries.consumers.profile import find_profile
 from shardctl.libraries.files.extra_tensors import add_extra_tensors, pack_extra_tensors
@@ -243,8 +243,16 @@ def draft_conversion(
     if split:
         from shardctl.checkpoint.adapters.expert_adapters import fuse_expert_adapter, split_expert_adapter
 
-        convert = split_expert_adapter if reshard_options.experts == "split" else fuse_expert_adapter
-        checkpoint = convert(checkpoint)
+        if reshard_options.experts == "split":
+            checkpoint = split_expert_adapter(checkpoint)
+        else:
+            inputs_first = reshard_options.experts == INPUTS_FIRST_EXPERTS
+            checkpoint = fuse_expert_adapter(checkpoint, inputs_first=inputs_first)
+    elif reshard_options.experts == INPUTS_FIRST_EXPERTS:
+        raise UsageError(
+            f"--experts {INPUTS_FIRST_EXPERTS} is a layout of adapters, and the source is not an adapter",
+            hint="use --experts fused",
+        )
     checkpoint = _quantize_weights(checkpoint, reshard_options)
     partial_codes = reshard_options.quantize is not None or bool(reshard_options.dequantize)
     coded = list_coded_arrays(checkpoint) if partial_codes else frozenset()

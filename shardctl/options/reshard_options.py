@@ -100,9 +100,12 @@ class ReshardOptions:
     ] = None
     """Whose names and arrays are written; `hub` is what `save_pretrained` of transformers 5.24 writes."""
     experts: Annotated[
-        Literal["keep", "fused", "split"],
+        Literal["keep", "fused", "fused@0.18", "split"],
         CommandOption(
-            HelpPanel.WRITING, "Write the experts of a layer as one array (fused), or each by itself (split)."
+            HelpPanel.WRITING,
+            "Write the experts of a layer as one array (fused), or each by itself (split). Adapters: fused is the layout "
+            "of PEFT 0.19 and later, fused@0.18 that of PEFT 0.18.",
+            brief="Write experts as one array (fused), or each by itself (split)",
         ),
     ] = "keep"
     """The form of experts: `fused` as in transformers 5, `split` with a tensor for each, `keep` as in the source."""

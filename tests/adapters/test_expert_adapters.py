@@ -80,6 +80,7 @@ def test_what_cannot_be_taken_apart_is_refused(tmp_path):
 
 
 FUSE = ReshardOptions(experts="fused")
+FUSE_FOR_018 = ReshardOptions(experts="fused@0.18")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -136,3 +137,48 @@ def test_what_cannot_be_joined_is_refused(tmp_path):
         reshard(FIXTURES / "experts/adapter", tmp_path / "out", FUSE, source_options=KNOWN)
     with pytest.raises(UsageError, match="--experts fused needs the config"):
         reshard(FIXTURES / "experts/adapter", tmp_path / "out", FUSE)
+    with pytest.raises(UsageError, match="arrays of experts in another layout"):
+        reshard(FIXTURES / "experts-0.18/adapter", tmp_path / "out", FUSE_FOR_018, source_options=KNOWN)
+    with pytest.raises(UsageError, match="the source is not an adapter"):
+        reshard(BASE, tmp_path / "out", FUSE_FOR_018)
+    gpt_oss = SourceOptions(config=FIXTURES / "hf/gpt_oss/config.json")
+    with pytest.raises(UsageError, match="arrays of experts in another layout"):  # one layout in every version
+        reshard(FIXTURES / "experts-transposed/adapter", tmp_path / "out", FUSE_FOR_018, source_options=gpt_oss)
+
+
+def test_layouts_of_peft_018_and_019_turn_into_each_other_bit_for_bit(tmp_path):
+    """What PEFT 0.18 wrote, in the layout of 0.19, which PEFT 0.21 merges to what 0.18 merged, and back again."""
+    from peft import PeftModel
+
+    for first, there, back in (("experts-0.18", FUSE, FUSE_FOR_018), ("experts-0.19", FUSE_FOR_018, FUSE)):
+        source = FIXTURES / first / "adapter"
+        reshard(source, tmp_path / f"{first}-there", there, source_options=KNOWN)
+        reshard(tmp_path / f"{first}-there", tmp_path / f"{first}-back", back, source_options=KNOWN)
+        stored, turned, same = (
+            load_file(path / "adapter_model.safetensors")
+            for path in (source, tmp_path / f"{first}-there", tmp_path / f"{first}-back")
+        )
+        assert stored.keys() == turned.keys() == same.keys()
+        assert all(torch.equal(stored[name], same[name]) for name in stored)
+        assert any(stored[name].shape != turned[name].shape for name in stored)
+    written = json.loads((tmp_path / "experts-0.19-there/adapter_config.json").read_text())
+    assert written["peft_version"] == "0.18.0"
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), tmp_path / "experts-0.18-there")
+    model.merge_and_unload().save_pretrained(tmp_path / "peft")
+    merged = load_file(tmp_path / "peft/model.safetensors")
+    for name, tensor in load_file(FIXTURES / "experts-0.18/merged/model.safetensors").items():
+        assert torch.allclose(merged[name], tensor, atol=1e-3, rtol=2**-6), name
+
+
+def test_matrices_of_each_expert_are_joined_in_the_layout_of_peft_018(tmp_path):
+    """The same matrices as in the layout of PEFT 0.19, zeros included, the other way round."""
+    reshard(FIXTURES / "experts/adapter", tmp_path / "split", SPLIT, source_options=KNOWN)
+    file = tmp_path / "split/adapter_model.safetensors"
+    left = {name: t for name, t in load_file(file).items() if ".experts.2." not in name}
+    save_file(left, file)
+    for name, options in (("0.18", FUSE_FOR_018), ("0.19", FUSE)):
+        reshard(tmp_path / "split", tmp_path / name, options, source_options=KNOWN)
+    reshard(tmp_path / "0.18", tmp_path / "turned", FUSE, source_options=KNOWN)
+    turned, wanted = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("turned", "0.19"))
+    assert turned.keys() == wanted.keys()
+    assert all(torch.equal(turned[name], wanted[name]) for name in wanted)

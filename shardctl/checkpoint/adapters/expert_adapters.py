@@ -1,7 +1,8 @@
 """Takes the adapter of all experts of a layer apart into those of each expert, and joins those of each expert.
 
 PEFT has two matrices for an array of experts (`target_parameters`), and with transformers 5 no others. vLLM and SGLang
-look for those of each expert's own modules, and pass over others without a word.
+look for those of each expert's own modules, and pass over others without a word. Until version 0.18, PEFT took every
+array as `[experts, in, out]`; arrays of `[experts, out, in]` therefore have their two matrices the other way round.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ from shardctl import models
 from shardctl.base.errors import SourceError, UnsupportedError, UsageError
 from shardctl.base.value import value_class
 from shardctl.checkpoint.adapters.adapter_checkpoint import describe_adapter, read_adapter_settings
-from shardctl.checkpoint.adapters.merge_targets import OUTPUTS_FIRST_VERSION, find_target
+from shardctl.checkpoint.adapters.merge_targets import (
+    INPUTS_FIRST_VERSION,
+    OUTPUTS_FIRST_VERSION,
+    find_target,
+    stacks_by_input,
+)
 from shardctl.checkpoint.config_only import build_model_from_config
 from shardctl.libraries.files.impostors import ADAPTER_CONFIG, ADAPTER_PREFIX
 from shardctl.libraries.peft.modules import sort_tensors
@@ -27,8 +33,9 @@ from shardctl.tensors.box import Box
 from shardctl.tensors.manifest import Chunk, ConstantFill, OpaqueObject, Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
+    from shardctl.base.dtype import DType
     from shardctl.checkpoint.adapters.merge_targets import MergeTarget
     from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
     from shardctl.libraries.peft.modules import AdaptedModule
@@ -37,6 +44,8 @@ if TYPE_CHECKING:
 
 _MATRIX_NDIM: Final = 2
 _EXPERT_STACK_NDIM: Final = 3
+_FIRST_MATRIX_SUFFIX: Final = ".lora_A.weight"
+_SECOND_MATRIX_SUFFIX: Final = ".lora_B.weight"
 _ABOVE_LAYER: Final = re.compile(r"^.*\.[0-9]+\.")
 """What the names of a layer's modules begin with, which differs from layer to layer."""
 
@@ -146,23 +155,41 @@ class _ExpertMatrices:
     scaling: float
 
 
-def fuse_expert_adapter(checkpoint: OpenedCheckpoint) -> OpenedCheckpoint:
+@value_class
+class _RankBlock:
+    """Vectors of one expert, one for each of some of the array's ranks, and where they lie along its outputs or inputs."""
+
+    expert: int
+    start: int
+    """The first of the ranks."""
+    width: int
+    """How many ranks; those without a vector have zeros."""
+    offset: int
+    length: int
+    vectors: StridedView | None
+    """One row for each rank; None for an expert without matrices."""
+
+
+def fuse_expert_adapter(checkpoint: OpenedCheckpoint, *, inputs_first: bool = False) -> OpenedCheckpoint:
     """Return an adapter whose experts have the two matrices of an array, as PEFT 0.19 and later lay them out.
 
-    The gate and the up projection of an expert have two products, which become one of both ranks, with zeros between.
-    Raises as `split_expert_adapter`, and UnsupportedError for modules that one product cannot stand for.
+    With `inputs_first`, the layout is that of PEFT 0.18. The gate and the up projection of an expert have two products,
+    which become one of both ranks, with zeros between. An adapter that has the arrays already, in the other layout,
+    keeps its products. Raises as `split_expert_adapter`, and UnsupportedError for modules that one product cannot stand
+    for.
     """
     if checkpoint.base_config is None:
         raise UsageError("--experts fused needs the config of the adapter's base", hint="give it with --config PATH")
-    model, _ = build_model_from_config(checkpoint.source, models.drop_quantization_config(checkpoint.base_config))
+    config = models.drop_quantization_config(checkpoint.base_config)
+    model, manifest = build_model_from_config(checkpoint.source, config)
     settings = read_adapter_settings(checkpoint.source)
+    found = sort_tensors(checkpoint.manifest.tensors.values())
     places = {
         part: (array, view)
         for array in model.fusions.values()
         if len(array.shape) == _EXPERT_STACK_NDIM
         for part, view in zip(array.tensors, array.places.views, strict=True)
     }
-    found = sort_tensors(checkpoint.manifest.tensors.values())
     members: dict[str, list[_ExpertMatrices]] = {}
     taken: set[str] = set()
     for module in found.modules.values():
@@ -171,26 +198,60 @@ def fuse_expert_adapter(checkpoint: OpenedCheckpoint) -> OpenedCheckpoint:
             continue
         members.setdefault(array.name, []).append(_read_expert(module, view, settings))
         taken |= {part.name for part in (module.down, module.up) if part is not None}
-    if not members:
-        raise UsageError(
-            "--experts fused needs an adapter with matrices of each expert, and this one has none", hint="leave it out"
-        )
-    arrays = {name: model.fusions[name] for name in model.fusions if name in members}
-    fused: dict[str, Tensor] = {}
-    ranks: dict[str, tuple[int, float]] = {}
-    for name, array in arrays.items():
-        owner = name.rpartition(".")[0]
-        siblings = [other for other in arrays if other.rpartition(".")[0] == owner]
-        inside = ".base_layer" * (len(siblings) - 1 - siblings.index(name))
-        rank, tensors = _fuse_matrices(f"{ADAPTER_PREFIX}{owner}{inside}", array.shape, members[name])
-        fused |= {tensor.name: tensor for tensor in tensors}
-        ranks[name] = rank, members[name][0].scaling
-    others = [module.module for module in found.modules.values() if not taken & {module.down and module.down.name}]
     values = read_json(checkpoint.source, ADAPTER_CONFIG, CONFIG_TEXT)
-    values = _name_arrays(values, ranks, others, list(model.fusions))
-    if settings.version and settings.version < OUTPUTS_FIRST_VERSION:
-        values["peft_version"] = f"{'.'.join(map(str, OUTPUTS_FIRST_VERSION))}.0"  # whose layout the matrices have
+    if not members:
+        base = replace(checkpoint, manifest=manifest, model=model, adapter=False)
+        swapped = _swap_stacked_matrices(base, settings, found.modules.values(), inputs_first=inputs_first)
+        taken, fused = {tensor.name for tensor in swapped}, {tensor.name: tensor for tensor in swapped}
+    else:
+        arrays = {name: model.fusions[name] for name in model.fusions if name in members}
+        fused = {}
+        ranks: dict[str, tuple[int, float]] = {}
+        for name, array in arrays.items():
+            owner = name.rpartition(".")[0]
+            siblings = [other for other in arrays if other.rpartition(".")[0] == owner]
+            inside = ".base_layer" * (len(siblings) - 1 - siblings.index(name))
+            module_name = f"{ADAPTER_PREFIX}{owner}{inside}"
+            rank, tensors = _fuse_matrices(module_name, array.shape, members[name], inputs_first=inputs_first)
+            fused |= {tensor.name: tensor for tensor in tensors}
+            ranks[name] = rank, members[name][0].scaling
+        others = [module.module for module in found.modules.values() if not taken & {module.down and module.down.name}]
+        values = _name_arrays(values, ranks, others, list(model.fusions))
+    if inputs_first or (settings.version and settings.version < OUTPUTS_FIRST_VERSION):
+        version = INPUTS_FIRST_VERSION if inputs_first else OUTPUTS_FIRST_VERSION
+        values["peft_version"] = f"{'.'.join(map(str, version))}.0"  # whose layout the matrices have
     return _replace_matrices(checkpoint, taken, fused, values)
+
+
+def _swap_stacked_matrices(
+    base: OpenedCheckpoint, settings: AdapterSettings, modules: Iterable[AdaptedModule], *, inputs_first: bool
+) -> list[Tensor]:
+    """Return the matrices of arrays of experts in the other layout; raises UsageError if none is in another."""
+    swapped: list[Tensor] = []
+    for module in modules:
+        target = next((each for each in find_target(base, settings, module) if each.experts), None)
+        if target is None or target.by_input == inputs_first or stacks_by_input(base):
+            continue
+        assert module.down is not None and module.up is not None  # noqa: S101, PT018 - sorted before
+        parts = {"down": StridedView.of(module.down), "up": StridedView.of(module.up)}
+        outputs, inputs = module.up.shape[0], module.down.shape[1]
+        if target.by_input:
+            outputs, inputs = inputs, outputs
+        whole = replace(target, view=None)
+        members: list[_ExpertMatrices] = []
+        for expert in range(target.experts):
+            up, down = whole.find_factors(parts, (outputs, inputs), expert)
+            members.append(_ExpertMatrices(module.module, down, up, expert, 0, target.scaling))
+        name = module.down.name.removesuffix(_FIRST_MATRIX_SUFFIX)
+        _, tensors = _fuse_matrices(name, (target.experts, outputs, inputs), members, inputs_first=inputs_first)
+        swapped += tensors
+    if not swapped:
+        raise UsageError(
+            "--experts fused needs an adapter with matrices of each expert, and this one has none, nor arrays of "
+            "experts in another layout",
+            hint="leave it out",
+        )
+    return swapped
 
 
 def _read_expert(module: AdaptedModule, view: ArrayView, settings: AdapterSettings) -> _ExpertMatrices:
@@ -208,7 +269,7 @@ def _read_expert(module: AdaptedModule, view: ArrayView, settings: AdapterSettin
 
 
 def _fuse_matrices(
-    module: str, shape: tuple[int, ...], members: list[_ExpertMatrices]
+    module: str, shape: tuple[int, ...], members: list[_ExpertMatrices], *, inputs_first: bool
 ) -> tuple[int, tuple[Tensor, Tensor]]:
     """Fuse the matrices of all experts; returns the rank of the array, and its two matrices.
 
@@ -222,35 +283,62 @@ def _fuse_matrices(
         _check_member(each, members[0], rows, inputs)
         ranks[each.row] = max(ranks.get(each.row, 0), each.down.shape[0])
         heights[each.row] = each.up.shape[0]
-    dtype = members[0].down.dtype
-    zero, rank = ConstantFill(bytes(dtype.unit_bytes)), sum(ranks.values())
-    left, right = f"{module}.lora_B.weight", f"{module}.lora_A.weight"
-    ups: list[Chunk] = []
-    downs: list[Chunk] = []
     held = {(each.expert, each.row): each for each in members}
+    downs: list[_RankBlock] = []
+    ups: list[_RankBlock] = []
     start = 0
     for row, width in sorted(ranks.items()):
-        end = row + heights[row]
-        for above, count in ((0, row), (end, rows - end)):
-            if count:
-                ups.append(Chunk(Box((above, start * experts), (count, width * experts)), dtype, zero, left))
         for expert in range(experts):
             member = held.get((expert, row))
-            own = member.down.shape[0] if member is not None else 0
-            at = expert * rank + start
-            if member is not None:
-                downs.append(Chunk(Box((at, 0), (own, inputs)), dtype, member.down.where, member.down.name))
-            if own < width:
-                downs.append(Chunk(Box((at + own, 0), (width - own, inputs)), dtype, zero, right))
-            for n in range(width):
-                where = member.up.take(1, n, 1).where if member is not None and n < own else zero
-                box = Box((row, (start + n) * experts + expert), (heights[row], 1))
-                ups.append(Chunk(box, dtype, where, member.up.name if member is not None else left))
+            down, up = (member.down, member.up.transposed()) if member is not None else (None, None)
+            downs.append(_RankBlock(expert, start, width, 0, inputs, down))
+            ups.append(_RankBlock(expert, start, width, row, heights[row], up))
         start += width
-    return rank, (
-        Tensor(right, dtype, (experts * rank, inputs), tuple(downs)),
-        Tensor(left, dtype, (rows, rank * experts), tuple(ups)),
+    first, second = ((ups, rows), (downs, inputs)) if inputs_first else ((downs, inputs), (ups, rows))
+    dtype = members[0].down.dtype
+    return start, (
+        _stack_rows(f"{module}{_FIRST_MATRIX_SUFFIX}", dtype, (experts * start, first[1]), first[0]),
+        _stack_columns(f"{module}{_SECOND_MATRIX_SUFFIX}", dtype, (second[1], start * experts), second[0]),
     )
+
+
+def _stack_rows(name: str, dtype: DType, shape: tuple[int, int], blocks: list[_RankBlock]) -> Tensor:
+    """Stack the vectors of each expert as rows, those of one expert next to each other."""
+    zero, chunks = ConstantFill(bytes(dtype.unit_bytes)), []
+    rank = max(block.start + block.width for block in blocks)
+    for block in blocks:
+        at, end = block.expert * rank + block.start, block.offset + block.length
+        own = block.vectors.shape[0] if block.vectors is not None else 0
+        if block.vectors is not None:
+            box = Box((at, block.offset), (own, block.length))
+            chunks.append(Chunk(box, dtype, block.vectors.where, block.vectors.name))
+        for corner, size in (
+            ((at + own, block.offset), (block.width - own, block.length)),
+            ((at, 0), (block.width, block.offset)),
+            ((at, end), (block.width, shape[1] - end)),
+        ):
+            if all(size):
+                chunks.append(Chunk(Box(corner, size), dtype, zero, name))
+    return Tensor(name, dtype, shape, tuple(chunks))
+
+
+def _stack_columns(name: str, dtype: DType, shape: tuple[int, int], blocks: list[_RankBlock]) -> Tensor:
+    """Stack the vectors of each expert as columns, of which those of all experts alternate."""
+    zero, chunks = ConstantFill(bytes(dtype.unit_bytes)), []
+    experts = 1 + max(block.expert for block in blocks)
+    for block in blocks:
+        end = block.offset + block.length
+        if block.expert == 0:  # the zeros above and below are those of all experts, in one box
+            for above, count in ((0, block.offset), (end, shape[0] - end)):
+                if count:
+                    box = Box((above, block.start * experts), (count, block.width * experts))
+                    chunks.append(Chunk(box, dtype, zero, name))
+        own = block.vectors.shape[0] if block.vectors is not None else 0
+        for n in range(block.width):
+            box = Box((block.offset, (block.start + n) * experts + block.expert), (block.length, 1))
+            vector = block.vectors.take(0, n, 1).transposed() if block.vectors is not None and n < own else None
+            chunks.append(Chunk(box, dtype, vector.where if vector else zero, vector.name if vector else name))
+    return Tensor(name, dtype, shape, tuple(chunks))
 
 
 def _check_member(member: _ExpertMatrices, first: _ExpertMatrices, rows: int, inputs: int) -> None:

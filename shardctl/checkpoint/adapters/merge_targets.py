@@ -28,6 +28,10 @@ _MATRIX_NDIM: Final = 2
 _EXPERT_STACK_NDIM: Final = 3
 _STACKED_BY_INPUT: Final = ("gpt_oss",)
 """Families whose experts are stacked as `[experts, in, out]` (`is_transposed` in transformers)."""
+_CLASSES_STACKED_BY_INPUT: Final = ("AriaForConditionalGeneration", "OpenAIPrivacyFilterForTokenClassification")
+"""Classes without a table that do the same."""
+INPUTS_FIRST_VERSION: Final = (0, 18)
+"""The last version of PEFT whose second matrix is that of the outputs of `[experts, in, out]`, however experts are."""
 OUTPUTS_FIRST_VERSION: Final = (0, 19)
 """The version of PEFT since which the second matrix is that of the inputs wherever experts are `[out, in]`."""
 
@@ -177,13 +181,18 @@ def _fit_array(
     rank, rest = divmod(module.down.shape[0], experts)
     by_input = made == shape[:0:-1]
     if by_input and made == shape[1:]:
-        family = checkpoint.model.family if checkpoint.model is not None else ""
-        by_input = family in _STACKED_BY_INPUT or bool(settings.version and settings.version < OUTPUTS_FIRST_VERSION)
+        by_input = stacks_by_input(checkpoint) or bool(settings.version and settings.version < OUTPUTS_FIRST_VERSION)
     if rest or not (by_input or made == shape[1:]):
         raise _build_misfit(module, made, shape)
     _check_fit(module, rank, settings.find_rank(name), module.up.shape[1] // experts)
     scaling = settings.compute_scaling(name, rank)
     return MergeTarget(name, module, rank, scaling, by_input, experts=experts, rounded=True)
+
+
+def stacks_by_input(base: OpenedCheckpoint) -> bool:
+    """Return whether experts are stacked as `[experts, in, out]`, of which every version of PEFT has the same layout."""
+    model = base.model
+    return model is not None and (model.family in _STACKED_BY_INPUT or model.architecture in _CLASSES_STACKED_BY_INPUT)
 
 
 def _check_fit(module: AdaptedModule, rank: int, declared: int, other: int) -> None:

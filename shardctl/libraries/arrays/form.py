@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from shardctl.models.tables.fusion import TensorFusion
     from shardctl.tensors.manifest import Manifest, Tensor
 
-EXPERTS: Final = ("keep", "fused", "split")
+INPUTS_FIRST_EXPERTS: Final = "fused@0.18"
+"""The form of an adapter's experts in PEFT 0.18, which has the two matrices of an array the other way round."""
+EXPERTS: Final = ("keep", "fused", INPUTS_FIRST_EXPERTS, "split")
 """The forms of experts: as the source had them, as transformers 5 holds them, each with names of its own."""
 _NAME_TAIL_LENGTH: Final = 3
 """Words of a name that tell an array that only files have from those of the class."""
