@@ -103,8 +103,8 @@ class ReshardOptions:
         Literal["keep", "fused", "fused@0.18", "split"],
         CommandOption(
             HelpPanel.WRITING,
-            "Write the experts of a layer as one array (fused), or each by itself (split). Adapters: fused is the layout "
-            "of PEFT 0.19 and later, fused@0.18 that of PEFT 0.18.",
+            "Write the experts of a layer as one array (fused), or each by itself (split). Adapters: fused is the "
+            "layout of PEFT 0.19 and later, fused@0.18 that of PEFT 0.18.",
             brief="Write experts as one array (fused), or each by itself (split)",
         ),
     ] = "keep"

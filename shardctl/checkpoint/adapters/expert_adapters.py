@@ -157,7 +157,7 @@ class _ExpertMatrices:
 
 @value_class
 class _RankBlock:
-    """Vectors of one expert, one for each of some of the array's ranks, and where they lie along its outputs or inputs."""
+    """Vectors of one expert for some ranks of the array, and where they lie along its outputs or inputs."""
 
     expert: int
     start: int

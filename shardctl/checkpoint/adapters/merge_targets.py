@@ -190,7 +190,7 @@ def _fit_array(
 
 
 def stacks_by_input(base: OpenedCheckpoint) -> bool:
-    """Return whether experts are stacked as `[experts, in, out]`, of which every version of PEFT has the same layout."""
+    """Return whether experts are stacked as `[experts, in, out]`, which every version of PEFT lays out alike."""
     model = base.model
     return model is not None and (model.family in _STACKED_BY_INPUT or model.architecture in _CLASSES_STACKED_BY_INPUT)
 
