@@ -47,7 +47,7 @@ def test_subtracting_many(box, others):
 @given(st.lists(box_in(), max_size=10), box_in())
 def test_index_finds_exactly_the_overlaps(boxes, query):
     expected = [(i, b.intersect(query)) for i, b in enumerate(boxes) if b.intersect(query)]
-    assert list(BoxIndex(boxes).overlapping(query)) == expected
+    assert list(BoxIndex(boxes).find_overlaps(query)) == expected
 
 
 @given(st.lists(st.integers(1, 4), max_size=4), st.data())
@@ -66,7 +66,7 @@ def test_a_large_join_is_found_quickly():
     rows = 1024 * 512
     index = BoxIndex([Box((i * (rows // 1024), 0), (rows // 1024, 8)) for i in range(1024)])
     began = time.process_time()
-    hits = sum(1 for i in range(512) for _ in index.overlapping(Box((i * (rows // 512), 0), (rows // 512, 8))))
+    hits = sum(1 for i in range(512) for _ in index.find_overlaps(Box((i * (rows // 512), 0), (rows // 512, 8))))
     assert hits == 1024
     assert time.process_time() - began < 0.5  # a quadratic search needs seconds; this one, some milliseconds
 

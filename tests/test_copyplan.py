@@ -42,7 +42,7 @@ def list_strided_copies(copy):
     return [
         (narrow_chunk(copy.reads[position], common), narrow_chunk(wanted, common))
         for wanted in copy.target.chunks
-        for position, common in index.overlapping(wanted.box)
+        for position, common in index.find_overlaps(wanted.box)
     ]
 
 

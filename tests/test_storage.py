@@ -380,11 +380,11 @@ def test_the_version_of_a_file_changes_with_it(tmp_path):
     path.write_text("one")
     source = LocalSource(tmp_path)
     before = source.files()["f"]
-    assert source.restat("f") == before
+    assert source.stat_file("f") == before
     os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
-    assert source.restat("f") != before
+    assert source.stat_file("f") != before
     path.unlink()
-    assert source.restat("f") is None
+    assert source.stat_file("f") is None
 
 
 def test_a_lock_is_held_once_and_left_behind_for_nobody(tmp_path):

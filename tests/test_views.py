@@ -67,7 +67,7 @@ def test_every_element_is_found_where_numpy_finds_it(case, data):
         strides = [0] * len(room)
         for dim, stride in zip(order, stored.strides, strict=True):
             strides[dim] = stride
-        pulled = view.pull(Chunk(box, U16, Region("f", 0, tuple(strides)), f"tile{number}"), part)
+        pulled = view.map_chunk_part(Chunk(box, U16, Region("f", 0, tuple(strides)), f"tile{number}"), part)
         if pulled is None:
             continue
         assert pulled.name == f"tile{number}"
@@ -107,7 +107,9 @@ def test_what_the_array_does_not_hold_is_not_there():
     whole = Box.whole((4, 8))
 
     def part(origin, shape):
-        return view.pull(Chunk(Box(origin, shape), U16, Region("f", 0, compute_dense_strides(U16, shape))), whole)
+        return view.map_chunk_part(
+            Chunk(Box(origin, shape), U16, Region("f", 0, compute_dense_strides(U16, shape))), whole
+        )
 
     assert part((0, 0, 0), (2, 16, 8)) is None  # experts 0 and 1
     assert part((2, 0, 0), (1, 4, 8)) is None  # the rows of the gate
@@ -117,14 +119,14 @@ def test_what_the_array_does_not_hold_is_not_there():
 
 def test_what_no_file_holds_stays_a_fill():
     chunk = Chunk(Box.whole((2, 4)), U16, ConstantFill(b"\0\0"))
-    pulled = ArrayView((1, 0), (1,)).pull(chunk, Box.whole((4,)))
+    pulled = ArrayView((1, 0), (1,)).map_chunk_part(chunk, Box.whole((4,)))
     assert (pulled.box, pulled.where) == (Box.whole((4,)), chunk.where)
 
 
 def test_elements_narrower_than_a_byte_are_taken_apart_between_bytes_only():
     f4 = BY_NAME["F4"]
     chunk = Chunk(Box.whole((2, 8)), f4, Region("f", 100, compute_dense_strides(f4, (2, 8))), "blocks")
-    pulled = ArrayView((1, 2), (1,)).pull(chunk, Box.whole((4,)))
+    pulled = ArrayView((1, 2), (1,)).map_chunk_part(chunk, Box.whole((4,)))
     assert pulled.where == Region("f", 105, (1,))
     for view, shape in [
         (ArrayView((1, 1), (1,)), (4,)),
@@ -132,7 +134,7 @@ def test_elements_narrower_than_a_byte_are_taken_apart_between_bytes_only():
         (ArrayView((0, 0), (1, 0)), (8, 2)),
     ]:
         with pytest.raises(UnsupportedError, match="blocks is F4 and cannot be taken apart"):
-            view.pull(chunk, Box.whole(shape))
+            view.map_chunk_part(chunk, Box.whole(shape))
 
 
 @pytest.mark.parametrize(("axes", "steps"), [((0, 0), ()), ((2,), ()), ((0,), (0,)), ((0,), (1, 1))])

@@ -237,7 +237,7 @@ class _Sum:
         for name, tensor in _list_tensors(self.first).items():
             moved = [_relocate(each[name], number) for number, each in enumerate(others)]
             stored += (tensor, *moved)
-            tensors[name] = self._sum(tensor, moved, arrays)
+            tensors[name] = self._sum_tensor(tensor, moved, arrays)
         before = self.first
         extra = {name: tensors.pop(name) for name in before.manifest.extra}
         said = self.describe()
@@ -273,7 +273,7 @@ class _Sum:
         ]
         return " + ".join(f"{weight} * {name}" for weight, name in zip(weights, names, strict=True))
 
-    def _sum(self, tensor: Tensor, others: Sequence[Tensor], arrays: dict[str, ComputedArray]) -> Tensor:
+    def _sum_tensor(self, tensor: Tensor, others: Sequence[Tensor], arrays: dict[str, ComputedArray]) -> Tensor:
         """Return a tensor that is computed; one without floating-point numbers must be the same everywhere."""
         from shardctl.models.adaptation.weighted_sum import SUMMABLE, WeightedSum
         from shardctl.tensors.bands import ChunkIndex

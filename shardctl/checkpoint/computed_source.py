@@ -109,10 +109,10 @@ class ComputedSource:
         """Return what may go wrong with reading these files."""
         return self._source.cautions()
 
-    def restat(self, path: str) -> FileStat | None:
+    def stat_file(self, path: str) -> FileStat | None:
         """Return the file's state now."""
         other, own = self._others.get(path, (self._source, path))
-        return other.restat(own)
+        return other.stat_file(own)
 
     def beside(self, name: str) -> bytes | None:
         """Return the content of a small file beside a source that is one file."""
@@ -122,19 +122,19 @@ class ComputedSource:
         """Pass on what will be read next of files that exist."""
         self._source.expect([span for span in spans if span[0] not in self._arrays and span[0] not in self._others])
 
-    def skim(self) -> None:
+    def set_headers_only(self) -> None:
         """Tell the source that only headers will be read."""
-        self._source.skim()
+        self._source.set_headers_only()
 
-    def heed(self, stop: StopRequest) -> None:
+    def set_stop_request(self, stop: StopRequest) -> None:
         """Raise Interrupted instead of waiting once `stop` is set."""
-        self._source.heed(stop)
+        self._source.set_stop_request(stop)
 
-    def track(self, tracker: CrcTracker) -> None:
+    def track_reads(self, tracker: CrcTracker) -> None:
         """Tell `tracker` of all that is read of the arrays from now on."""
         self._tracker = tracker
         if isinstance(self._source, ComputedSource):
-            self._source.track(tracker)
+            self._source.track_reads(tracker)
 
     def take_overflow(self) -> int:
         """Return how many finite values became infinite in what this thread has computed since the last call."""

@@ -90,7 +90,7 @@ def read_applied_version(source: Source) -> int | None:
     """Return which version SGLang noted that a directory has; None if it noted nothing."""
     if source.folder is None or find_given_file(source) is not None:
         return None
-    found = source.restat(MARKER)
+    found = source.stat_file(MARKER)
     if found is None or found.size > CONFIG_TEXT.size:
         return None
     data = bytearray(found.size)
@@ -256,13 +256,13 @@ class DeltaSource:
         """Return what may go wrong with reading these files, and what is assumed."""
         return (*(caution for part in self.parts for caution in part.cautions()), *self.warnings)
 
-    def restat(self, path: str) -> FileStat | None:
+    def stat_file(self, path: str) -> FileStat | None:
         """Return the file's state now, which changes with any file of a delta."""
-        found = self.base.restat(path)
+        found = self.base.stat_file(path)
         if found is None or path not in self._patched:
             return found
         held = [(delta.source, name) for delta in self.deltas for name in delta.source.files()]
-        states = [source.restat(name) for source, name in held]
+        states = [source.stat_file(name) for source, name in held]
         return _join_states(found, [state for state in states if state is not None]) if all(states) else None
 
     def beside(self, name: str) -> bytes | None:
@@ -273,16 +273,16 @@ class DeltaSource:
         """Pass on what will be read next of the base."""
         self.base.expect(spans)
 
-    def skim(self) -> None:
+    def set_headers_only(self) -> None:
         """Tell base and deltas that only headers will be read."""
         for part in self.parts:
-            part.skim()
+            part.set_headers_only()
 
-    def heed(self, stop: StopRequest) -> None:
+    def set_stop_request(self, stop: StopRequest) -> None:
         """Raise Interrupted instead of waiting once `stop` is set."""
         self._stop = stop
         for part in self.parts:
-            part.heed(stop)
+            part.set_stop_request(stop)
 
     def read_at(self, path: str, offset: int, into: memoryview) -> None:
         """Fill `into` with new bytes; raises SourceError if base or deltas are not what they should be."""

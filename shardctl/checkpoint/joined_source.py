@@ -72,9 +72,9 @@ class JoinedSource:
         """Return what may go wrong with reading the files of either."""
         return tuple(caution for part in self.parts for caution in part.cautions())
 
-    def restat(self, path: str) -> FileStat | None:
+    def stat_file(self, path: str) -> FileStat | None:
         """Return the file's state now."""
-        return self._part(path).restat(_strip(path))
+        return self._part(path).stat_file(_strip(path))
 
     def beside(self, name: str) -> bytes | None:
         """Return the content of a small file beside the first source, if that is one file."""
@@ -86,15 +86,15 @@ class JoinedSource:
         for part, own in zip(self.parts, (False, True), strict=True):
             part.expect([(_strip(path), start, size) for path, start, size in listed if _is_second(path) == own])
 
-    def skim(self) -> None:
+    def set_headers_only(self) -> None:
         """Tell every part that only headers will be read."""
         for part in self.parts:
-            part.skim()
+            part.set_headers_only()
 
-    def heed(self, stop: StopRequest) -> None:
+    def set_stop_request(self, stop: StopRequest) -> None:
         """Raise Interrupted instead of waiting once `stop` is set."""
         for part in self.parts:
-            part.heed(stop)
+            part.set_stop_request(stop)
 
     def read_at(self, path: str, offset: int, into: memoryview) -> None:
         """Fill `into` from a file of either."""

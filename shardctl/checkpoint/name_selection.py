@@ -1,7 +1,7 @@
 """Selects tensors by patterns for their names, before and after these are bound to a model's class.
 
 >>> selection = NameSelection.parse(None, "^loss")
->>> selection.takes("model.norm.weight"), selection.takes("loss.weight")
+>>> selection.includes_tensor("model.norm.weight"), selection.includes_tensor("loss.weight")
 (True, False)
 """
 
@@ -46,11 +46,11 @@ class NameSelection:
         """Return what a conversion took, by the options in its record."""
         return cls.parse(options.get("include"), options.get("exclude"))
 
-    def takes(self, name: str) -> bool:
+    def includes_tensor(self, name: str) -> bool:
         """Return whether a tensor of this name is taken."""
         return self.include.search(name) is not None and self.exclude.search(name) is None
 
-    def excludes(self, tensor: Tensor, *, by_arrays: bool) -> bool:
+    def excludes_tensor(self, tensor: Tensor, *, by_arrays: bool) -> bool:
         """Return whether a tensor is excluded by its canonical name or, if `by_arrays`, by those of all its arrays.
 
         An embedding that is also stored as a head stays if only the head is excluded.
@@ -60,7 +60,7 @@ class NameSelection:
 
     def select_stored(self, stored: Manifest) -> Manifest:
         """Return the tensors that are taken by their stored names, and the states that an optimizer has of them."""
-        tensors = {name: tensor for name, tensor in stored.tensors.items() if self.takes(name)}
+        tensors = {name: tensor for name, tensor in stored.tensors.items() if self.includes_tensor(name)}
         left = stored.tensors.keys() - tensors.keys()
         training = stored.training
         if training is not None:
@@ -72,7 +72,7 @@ class NameSelection:
         """Return whether a tensor is included, by any of the same names, and not excluded."""
         arrays = {chunk.name for chunk in tensor.chunks} if by_arrays else set()
         included = any(map(self.include.search, {tensor.name, *arrays}))
-        return included and not self.excludes(tensor, by_arrays=by_arrays)
+        return included and not self.excludes_tensor(tensor, by_arrays=by_arrays)
 
 
 def compile_pattern(option: str, text: str) -> re.Pattern[str]:

@@ -108,7 +108,7 @@ class OpenedCheckpoint:
         """Compare files that were read whole with the hashes that their place promises; raises as `Source.prove`."""
         self.source.prove(allow_unverified=self.allow_unverified)
 
-    def unverified(self, equal: Collection[str] = ()) -> Iterator[str]:
+    def list_unverified_files(self, equal: Collection[str] = ()) -> Iterator[str]:
         """Yield the files that were read and not compared with the hash that their place promises, as warnings.
 
         But for those of which an `equal` file has that hash.
@@ -142,15 +142,15 @@ class OpenedCheckpoint:
             return self.model
         if self.model_error is not None and self.config is not None and models.find_family(self.config) is not None:
             raise self.model_error  # the model is known, and names the tensors that do not fit
-        example = f'[rules], "{self._widest()}" = ["tp", "fsdp"] and so on, "**" = [] for what stays whole'
+        example = f'[rules], "{self._find_largest_matrix()}" = ["tp", "fsdp"] and so on, "**" = [] for what stays whole'
         example += "; fsdp, pp, dp and cp need none" if self.untabled is not None else ""
         if self.model_error is not None:
             raise UnsupportedError(
-                f"{self.model_error.message}, and {purpose} needs to know how to cut {self._kinds()}",
+                f"{self.model_error.message}, and {purpose} needs to know how to cut {self._group_tensors()}",
                 hint=f"write a rule file and give it with --rules FILE: {example}",
             )
         raise SourceError(
-            f"{self.source.name} has no {CONFIG}, and {purpose} needs to know how to cut {self._kinds()}",
+            f"{self.source.name} has no {CONFIG}, and {purpose} needs to know how to cut {self._group_tensors()}",
             hint=f"name a config with --config PATH, or write a rule file for --rules FILE: {example}",
         )
 
@@ -213,11 +213,11 @@ class OpenedCheckpoint:
             why += f"; {self.model_error.hint}"
         return (f"the names do not fit the class in {CONFIG}, and are written as they are: {why}",)
 
-    def _kinds(self) -> str:
+    def _group_tensors(self) -> str:
         """Return the tensors, layers taken together."""
         return format_first_few(models.list_name_patterns(self.stored.tensors), _MAX_NAME_PATTERNS_SHOWN)
 
-    def _widest(self) -> str:
+    def _find_largest_matrix(self) -> str:
         """Return the pattern of the largest matrix, as an example of what is worth cutting."""
         matrices = [t for t in self.stored.tensors.values() if len(t.shape) > 1] or list(self.stored.tensors.values())
         largest = max(matrices, key=lambda t: t.nbytes, default=None)

@@ -124,7 +124,7 @@ def _read_record(source: Source) -> CheckpointRecord | None:
 def _scan_container(source: Source, source_options: SourceOptions) -> Manifest:
     """Return what the container holds, states apart, with warnings of what may go wrong with reading it."""
     if source_options.described:
-        source.skim()
+        source.set_headers_only()
     stored = formats.scan_checkpoint(
         source,
         override=source_options.container,
@@ -313,9 +313,9 @@ def _apply_rule_names(
     rules = models.load_rules(source_options.rules) if source_options.rules else None
     if rules is None or rules.names is None:
         return stored, rules
-    expressions = [line.expression() for line in rules.names.lines]
+    expressions = [line.build_expression() for line in rules.names.lines]
     made = record is not None and not any(each.fullmatch(name) for name in stored.tensors for each in expressions)
-    return stored if made else rules.names.applied(stored), rules if rules.cuts else None
+    return stored if made else rules.names.apply_names(stored), rules if rules.cuts else None
 
 
 def _untie_head(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -55,12 +55,12 @@ class ReducedVector:
         overflowed = 0
         for start in range(first, last, _REDUCTION_CHUNK_ELEMENTS):
             stop = min(start + _REDUCTION_CHUNK_ELEMENTS, last)
-            values = self._reduce([read_numbers(reader, buffer, copy, ((start, stop),)) for copy in self.copies])
+            values = self._reduce_copies([read_numbers(reader, buffer, copy, ((start, stop),)) for copy in self.copies])
             place = out[(start - first) * item : (stop - first) * item]
             overflowed += cast_elements(values.view(np.uint8).reshape(-1), _F32_DTYPE, self.dtype, place).overflowed
         return overflowed
 
-    def _reduce(self, copies: list[NDArray[np.float32]]) -> NDArray[np.float32]:
+    def _reduce_copies(self, copies: list[NDArray[np.float32]]) -> NDArray[np.float32]:
         total = copies[0]
         for each in copies[1:]:
             total = round_numbers(total + each, self.dtype.name)

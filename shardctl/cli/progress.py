@@ -39,7 +39,7 @@ class _ProgressWatch:
         self._view, self._said = view, said
         self._meter = view.meter
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._tick, name="shardctl-progress", daemon=True)
+        self._thread = threading.Thread(target=self._refresh_view, name="shardctl-progress", daemon=True)
         from shardctl.base.workers import start_thread
 
         start_thread(self._thread)
@@ -67,7 +67,7 @@ class _ProgressWatch:
         self._thread.join()
         self._view.close()
 
-    def _tick(self) -> None:
+    def _refresh_view(self) -> None:
         while not self._over.wait(_SAMPLING_INTERVAL_SECONDS):
             self._view.show()
 

@@ -50,7 +50,7 @@ def find_finished_result(
     if record is None:
         return None
     source = work.checkpoint.source
-    source.heed(stop)
+    source.set_stop_request(stop)
     tensors = sorted(work.have.tensors.values(), key=first_byte)
     sides = [side for side in work.carried if side.content is None]
     if worker is not None:

@@ -302,7 +302,7 @@ class _PlanFileReader:
     def members(self, value: object, key: str, names: tuple[str, ...] | None) -> dict[str, Any]:
         """Return the members of an object: just `names`, if they are known."""
         if not isinstance(value, dict):
-            raise self.wrong(key, "an object")
+            raise self.build_value_error(key, "an object")
         if not key:
             self.schema(value)
         for name in names or ():
@@ -346,7 +346,7 @@ class _PlanFileReader:
         kind = next((each for each in types if each is not NoneType), annotation)
         if get_origin(kind) is Literal:
             if value not in get_args(kind):
-                raise self.wrong(key, f"one of {', '.join(map(str, get_args(kind)))}")
+                raise self.build_value_error(key, f"one of {', '.join(map(str, get_args(kind)))}")
             return value
         return _READERS_BY_TYPE[kind](self, value, key)
 
@@ -366,57 +366,57 @@ class _PlanFileReader:
     def text(self, value: object, key: str) -> str:
         """Return a string."""
         if not isinstance(value, str):
-            raise self.wrong(key, "a string")
+            raise self.build_value_error(key, "a string")
         return value
 
-    def paths(self, value: object, key: str) -> tuple[Path, ...]:
+    def list_paths(self, value: object, key: str) -> tuple[Path, ...]:
         """Return several paths."""
         if not isinstance(value, list):
-            raise self.wrong(key, "a list")
+            raise self.build_value_error(key, "a list")
         return tuple(self.path_of(each, f"{key}[{number}]") for number, each in enumerate(value))
 
-    def texts(self, value: object, key: str) -> tuple[str, ...]:
+    def read_strings(self, value: object, key: str) -> tuple[str, ...]:
         """Return several strings."""
         if not isinstance(value, list):
-            raise self.wrong(key, "a list")
+            raise self.build_value_error(key, "a list")
         return tuple(self.text(each, f"{key}[{number}]") for number, each in enumerate(value))
 
     def path_text(self, value: object, key: str) -> str:
         """Return a path or an address."""
         path = name_from_text(self.text(value, key))
         if not is_name(path):
-            raise self.wrong(key, "a path")
+            raise self.build_value_error(key, "a path")
         return path
 
     def count(self, value: object, key: str) -> int:
         """Return a whole number that is not negative and can be that of bytes."""
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
-            raise self.wrong(key, "a whole number")
+            raise self.build_value_error(key, "a whole number")
         return value
 
     def path_of(self, value: object, key: str) -> Path:
         """Return a path."""
         return Path(self.path_text(value, key))
 
-    def switch(self, value: object, key: str) -> bool:
+    def read_flag(self, value: object, key: str) -> bool:
         """Return a truth value."""
         if not isinstance(value, bool):
-            raise self.wrong(key, "true or false")
+            raise self.build_value_error(key, "true or false")
         return value
 
-    def wrong(self, key: str, expected: str) -> SourceError:
+    def build_value_error(self, key: str, expected: str) -> SourceError:
         """Return what to say of a value that is not what its key should have."""
         return SourceError(f"{self.path} has {key or 'something'} that is not {expected}", hint="make the plan again")
 
 
 _READERS_BY_TYPE: Final[dict[object, Callable[[_PlanFileReader, object, str], object]]] = {
-    bool: _PlanFileReader.switch,
+    bool: _PlanFileReader.read_flag,
     int: _PlanFileReader.count,
     str: _PlanFileReader.text,
     Path: _PlanFileReader.path_of,
     Mesh: _PlanFileReader.mesh,
-    tuple[Path, ...]: _PlanFileReader.paths,
-    tuple[str, ...]: _PlanFileReader.texts,
+    tuple[Path, ...]: _PlanFileReader.list_paths,
+    tuple[str, ...]: _PlanFileReader.read_strings,
 }
 """By the type of an option, what reads it."""
 

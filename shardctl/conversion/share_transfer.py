@@ -97,12 +97,12 @@ def move_share(
     `work` allows that; what was done until then stays for a run that allows it.
     """
     effort = ExecutionOptions(work.budget.threads, block=work.budget.block // 2, stop=stop)
-    work.checkpoint.source.heed(stop)
+    work.checkpoint.source.set_stop_request(stop)
     tracker = build_crc_tracker(work.checkpoint, refuse_damage)
     tensors = [tensor for name, tensor in work.have.tensors.items() if name in share.first]
     tensors += (*work.checkpoint.encoded, *work.checkpoint.adapted)
     if isinstance(work.checkpoint.source, ComputedSource):
-        work.checkpoint.source.track(tracker)
+        work.checkpoint.source.track_reads(tracker)
     require_agreement(tensors, work.checkpoint.source, effort, work.checkpoint.find_spec)
     reflink = work.reshard_options.reflink
     target = LocalTarget(tree, sharing=reflink)
@@ -226,7 +226,7 @@ def _check_unchanged(
 ) -> None:
     touched = []
     for path, before in versions.items():
-        now = work.checkpoint.source.restat(path)
+        now = work.checkpoint.source.stat_file(path)
         if now is None or [now.size, now.version] != before:
             discard()
             raise ChangedError(

@@ -38,7 +38,7 @@ def filter_tensors(checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions
         return manifest
     by_arrays = checkpoint.stored.dialect is None  # those of another library's ranks are not the model's
     every = [*checkpoint.unselected, *manifest.tensors.values(), *manifest.extra.values()]
-    excluded = any(selection.excludes(tensor, by_arrays=by_arrays) for tensor in every)
+    excluded = any(selection.excludes_tensor(tensor, by_arrays=by_arrays) for tensor in every)
     if reshard_options.exclude is not None and not excluded and not has_passed_over(checkpoint.source):
         raise UsageError(f"--exclude {reshard_options.exclude!r} matches no tensor", hint=_LIST_TENSORS_HINT)
     kept, extra = manifest.tensors, manifest.extra

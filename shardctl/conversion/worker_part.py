@@ -247,7 +247,7 @@ class _WorkerRun:
 
     def _made(self, versions: Versions, *, resume: bool, progress: ProgressWatcher) -> WorkerPart:
         work, mine = self.work, self._share()
-        path = self.crew.journal(self.worker)
+        path = self.crew.locate_journal(self.worker)
         header: dict[str, Any] = {**self.header, "source": versions}
         block = BandJournal.block(path, header) if resume else None
         if block is not None:

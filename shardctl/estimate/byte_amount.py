@@ -34,13 +34,13 @@ class ByteAmount:
 
     def format_formula(self) -> str:
         """Return the sum as a formula, in which names stand for what is counted."""
-        return " + ".join(f"{width:g} * {name}" for name, width, _ in self._named())
+        return " + ".join(f"{width:g} * {name}" for name, width, _ in self._merge_named_factors())
 
     def collect_inputs(self) -> dict[str, float]:
         """Return the numbers behind the names of the formula."""
-        return {name: count for name, _, count in self._named()}
+        return {name: count for name, _, count in self._merge_named_factors()}
 
-    def _named(self) -> tuple[tuple[str, float, float], ...]:
+    def _merge_named_factors(self) -> tuple[tuple[str, float, float], ...]:
         """Return the factors with widths of the same things added up, and a number behind names of different things."""
         widths: dict[tuple[str, float], float] = {}
         for name, width, count in self.factors:

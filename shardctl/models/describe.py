@@ -62,7 +62,7 @@ def list_assumed_values(config: Mapping[str, object]) -> Mapping[str, object]:
     found = find_family(config)
     if found is None:
         return {}
-    said = ModelConfig(config).called(found[0].aliases).values
+    said = ModelConfig(config).alias_keys(found[0].aliases).values
     return {key: value for key, value in found[0].assumed.items() if key not in said}
 
 

@@ -103,7 +103,7 @@ class MeshExplorer:
             self.about.inventory, self.work.sequence if isinstance(self.work, TrainingWorkload) else None
         )
 
-    def space(self) -> SearchSpace:
+    def build_search_space(self) -> SearchSpace:
         """Return what is tried; where dp ranks share all that fsdp ranks do, one of the two axes is enough."""
         if not isinstance(self.work, TrainingWorkload):
             return SearchSpace(SERVING, self.device.per_node, stored=True)
@@ -130,11 +130,11 @@ class MeshExplorer:
             if stage not in found:
                 if stage >= len(held):
                     held = self.heaviest.hold(mesh, stages)
-                seen = self._known(held[stage : stage + 1], mesh, stages)
+                seen = self._estimate_held(held[stage : stage + 1], mesh, stages)
                 (found[stage],) = apply_calibration(seen, self.calibration).ranks
             yield MeshEstimate((found[stage],))
 
-    def _known(self, held: tuple[RankShards, ...], mesh: Mesh, stages: tuple[int, ...]) -> MeshEstimate:
+    def _estimate_held(self, held: tuple[RankShards, ...], mesh: Mesh, stages: tuple[int, ...]) -> MeshEstimate:
         """Return what the ranks of `held` need.
 
         Raises UsageError, as for a mesh that is not possible, where that is not known though it is of one device; and
@@ -240,7 +240,7 @@ def explore_meshes(about: EstimatedModel, plan_options: PlanOptions, mesh: Mesh 
         explorer = replace(
             explorer, calibration=calibrate_from_log(about, work, mesh or Mesh.of(), plan_options.calibration)
         )
-    space = explorer.space()
+    space = explorer.build_search_space()
     budget = plan_options.device.usable_bytes if plan_options.device is not None else None
     fewest, quick = None, LowerBoundChecks()
     if budget is not None:
@@ -251,7 +251,7 @@ def explore_meshes(about: EstimatedModel, plan_options: PlanOptions, mesh: Mesh 
         pricer = one.price if one.work is not None else None
         # In serving the heaviest stage, which rejections name, may be any, and is found soon.
         checks = None if space.stored else quick
-        law, within = one.law(), one.space()
+        law, within = one.law(), one.build_search_space()
         return search_meshes(
             devices, law, one.estimate, pricer, space=within, budget=budget, quick=checks, closest=closest
         )
@@ -280,7 +280,7 @@ def _find_fewest(explorer: MeshExplorer, budget: int) -> tuple[SmallestCluster |
     """Find the fewest devices on which some mesh fits; with the checks that ruled others out."""
     dense, expert = explorer.once(expert=False), explorer.once(expert=True)
     quick = explorer.build_checks()
-    space = explorer.space()
+    space = explorer.build_search_space()
     found = find_fewest_devices(
         explorer.law(), explorer.estimate, space=space, budget=budget, quick=quick, together=dense + expert
     )

@@ -243,7 +243,7 @@ class HostStaging:
             assert event is not None  # noqa: S101 - made with the stream
             event.record(self._stream)
 
-    def differing(self, mine: Torch, block: Torch) -> tuple[int, int]:
+    def find_difference(self, mine: Torch, block: Torch) -> tuple[int, int]:
         """Return the place of the first element of the block that is not that of `mine`, and how many there are."""
         import torch
 

@@ -159,7 +159,7 @@ def compare_loaded(
                 cast_elements(other[: theirs.nbytes(task.box.shape)], theirs, dtype, buffer.numpy()[:nbytes])
             mine = _select_box(task)
             wanted = buffer[:nbytes].view(mine.dtype).reshape(mine.shape)
-            first, count = staging.differing(mine, wanted)
+            first, count = staging.find_difference(mine, wanted)
             if count:
                 unequal = _build_difference(task, first, count)
                 with lock:

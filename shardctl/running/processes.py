@@ -96,10 +96,10 @@ def run_ranks(
     """Call `work` in a process for each of `world` ranks; returns what each returned, which must be JSON.
 
     `work` is pickled: a function of a module, or a `functools.partial` of one. `deadline` is in seconds, for all of it;
-    `idle` are seconds without processor time, disk or `Rank.beat` of any rank, after which they are taken to hang
-    (Linux only). `silence` are seconds without `Rank.beat` of any rank, once one of them has, after which they are
-    taken to hang however busy they are: NCCL waits for others by spinning. Output of the processes is kept from the
-    terminal and told when they fail.
+    `idle` are seconds without processor time, disk or `Rank.report_heartbeat` of any rank, after which they are taken
+    to hang (Linux only). `silence` are seconds without `Rank.report_heartbeat` of any rank, once one of them has, after
+    which they are taken to hang however busy they are: NCCL waits for others by spinning. Output of the processes is
+    kept from the terminal and told when they fail.
 
     Raises RankError, naming the rank; NotStartedError. No process outlives the call, however it ends.
     """
@@ -167,17 +167,17 @@ class _ProcessRun:
     def watch(self, deadline: float | None, idle: float, silence: float | None) -> None:
         """Return when every rank has given its result; raise RankError as soon as one cannot."""
         began = mark = heard = time.monotonic()
-        seen, beats = self._activity(), 0
+        seen, beats = self._measure_activity(), 0
         while alive := [process for process in self.processes if process.exitcode is None]:
             connection.wait([process.sentinel for process in alive], _POLL_INTERVAL_SECONDS)
             self._check()
-            now, activity = time.monotonic(), self._activity()
+            now, activity = time.monotonic(), self._measure_activity()
             if deadline is not None and now - began > deadline:
-                raise self._stuck(f"did not end within {deadline:g} s")
+                raise self._build_hang_error(f"did not end within {deadline:g} s")
             if sum(self.beats) != beats:
                 heard, beats = now, sum(self.beats)
             elif silence is not None and beats and now - heard > silence:
-                raise self._stuck(f"hung: no rank has got any further for {silence:g} s")
+                raise self._build_hang_error(f"hung: no rank has got any further for {silence:g} s")
             if (
                 activity is None
                 or seen is None
@@ -186,24 +186,24 @@ class _ProcessRun:
             ):
                 mark, seen = now, activity
             elif now - mark > idle:
-                raise self._stuck(f"hung: no rank has done anything for {idle:g} s")
+                raise self._build_hang_error(f"hung: no rank has done anything for {idle:g} s")
         self._check()
 
     def _check(self) -> None:
-        if any(self._failed(number) for number in range(len(self.processes))):
+        if any(self._has_failed(number) for number in range(len(self.processes))):
             time.sleep(_GRACE_PERIOD_SECONDS)
-            raise self._failure()
+            raise self._find_first_failure()
 
-    def _failed(self, number: int) -> bool:
+    def _has_failed(self, number: int) -> bool:
         code = self.processes[number].exitcode
         return code is not None and (code != 0 or not self.result(number).exists())
 
-    def _failure(self) -> RankError:
+    def _find_first_failure(self) -> RankError:
         """Return the error of the rank that failed first: others fail because it is gone."""
-        failed = [number for number in range(len(self.processes)) if self._failed(number)]
+        failed = [number for number in range(len(self.processes)) if self._has_failed(number)]
         gone = [number for number in failed if not self.result(number).exists()]
         if gone:
-            number, output = gone[0], self._output(gone[0])
+            number, output = gone[0], self._read_output(gone[0])
             message = f"rank {number} {_describe_exit(self.processes[number].exitcode)}"
             return RankError(
                 message + _quote_last_lines(output), ranks=gone, output=output, hint=_find_death_hint(self, number)
@@ -215,21 +215,21 @@ class _ProcessRun:
         return RankError(
             message,
             ranks=[number],
-            output=self._output(number),
+            output=self._read_output(number),
             raised=error["error"],
             hint=error["hint"],
             exit_code=error["exit_code"],
         )
 
-    def _stuck(self, what: str) -> RankError:
+    def _build_hang_error(self, what: str) -> RankError:
         """Return the error where nothing happens any more; who waits in a collective waits for another."""
         alive = [number for number, process in enumerate(self.processes) if process.exitcode is None]
         for number in alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.processes[number].pid or 0, signal.SIGUSR1)  # the workers have faulthandler write stacks
         time.sleep(_GRACE_PERIOD_SECONDS)
-        stacks = {number: _find_innermost_frame(self._output(number)) for number in alive}
-        waiting = [number for number in alive if _is_in_collective(self._output(number))]
+        stacks = {number: _find_innermost_frame(self._read_output(number)) for number in alive}
+        waiting = [number for number in alive if _is_in_collective(self._read_output(number))]
         guilty = [number for number in alive if number not in waiting] or alive
         fewest = min(self.beats[number] for number in guilty)
         guilty = [number for number in guilty if self.beats[number] == fewest]
@@ -238,14 +238,14 @@ class _ProcessRun:
         )
         names = ", ".join(map(str, guilty))
         message = f"rank{'s' * (len(guilty) > 1)} {names} {what}" + (f"; {where}" if where else "")
-        return RankError(message, ranks=guilty, output=self._output(guilty[0]), hint=_VIRTUAL_RANKS_HINT)
+        return RankError(message, ranks=guilty, output=self._read_output(guilty[0]), hint=_VIRTUAL_RANKS_HINT)
 
-    def _output(self, number: int) -> str:
+    def _read_output(self, number: int) -> str:
         with contextlib.suppress(OSError):
             return (self.folder / f"{number}.log").read_text(errors="replace")
         return ""
 
-    def _activity(self) -> tuple[float, int, int, int] | None:
+    def _measure_activity(self) -> tuple[float, int, int, int] | None:
         """Return processor seconds of all ranks, and what else shows that work goes on.
 
         None where the system does not say.

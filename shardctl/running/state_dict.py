@@ -49,7 +49,7 @@ def load(
         open_checkpoint(path, replace(source_options or SourceOptions(), kv_heads="replicate")) as checkpoint,
         stop_on_signals(effort.stop),
     ):
-        checkpoint.source.heed(effort.stop)
+        checkpoint.source.set_stop_request(effort.stop)
         wanted = select_whole_tensors(checkpoint) if rank is None else select_rank_tensors(checkpoint, rank)
         tensors = load_tensors(wanted, checkpoint.source, places[(rank or 0) % len(places)], effort).tensors
         checkpoint.prove()

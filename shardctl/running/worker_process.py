@@ -37,7 +37,7 @@ class RankProcess:
     beats: Array[c_int64]
     """One count a rank."""
 
-    def beat(self) -> None:
+    def report_heartbeat(self) -> None:
         """Say that work goes on; without `silence` not needed by work that uses the processor or the disk."""
         self.beats[self.number] += 1
 

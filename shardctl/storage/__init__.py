@@ -91,7 +91,7 @@ class Source(Protocol):
     def cautions(self) -> tuple[str, ...]:
         """Return what may go wrong with reading these files, to be said before it is begun."""
 
-    def restat(self, path: str) -> FileStat | None:
+    def stat_file(self, path: str) -> FileStat | None:
         """Return the file's state now, to see whether it changed under the reader; None if it is gone."""
 
     def beside(self, name: str) -> bytes | None:
@@ -100,10 +100,10 @@ class Source(Protocol):
     def expect(self, spans: Iterable[Span]) -> None:
         """Be told what will be read next: what is far away may fetch it at once and together; may do nothing."""
 
-    def skim(self) -> None:
+    def set_headers_only(self) -> None:
         """Be told that headers and small files will be read and no tensors: what is far away may fetch less."""
 
-    def heed(self, stop: StopRequest) -> None:
+    def set_stop_request(self, stop: StopRequest) -> None:
         """Raise Interrupted instead of waiting once `stop` is set; nothing to do where reads never wait."""
 
     def read_at(self, path: str, offset: int, into: memoryview) -> None:
@@ -118,7 +118,7 @@ class UnpromisedSource:
 
     promised: Collection[str] = ()
 
-    def skim(self) -> None:
+    def set_headers_only(self) -> None:
         """Do nothing: headers are read where they are."""
 
     def cautions(self) -> tuple[str, ...]:

@@ -151,10 +151,12 @@ class CrcTracker:
     def add(self, path: str, offset: int, data: memoryview) -> list[CrcPiece]:
         """Take account of bytes that were read; returns what of them was new."""
         new = []
-        for place in list(self._touched(path, offset, offset + len(data))):
+        for place in list(self._find_touched_ranges(path, offset, offset + len(data))):
             span = place[2]
             start, stop = max(span.offset, offset), min(span.offset + span.size, offset + len(data))
-            while gaps := self._unknown(place, start, stop):  # again if another thread read some of one meanwhile
+            while gaps := self._find_unread_ranges(
+                place, start, stop
+            ):  # again if another thread read some of one meanwhile
                 for first, last in gaps:
                     piece = CrcPiece(path, first, last - first, zlib.crc32(data[first - offset : last - offset]))
                     if self._insert(place, piece):
@@ -164,14 +166,14 @@ class CrcTracker:
     def add_pieces(self, pieces: Iterable[CrcPiece]) -> None:
         """Take account of what an earlier run read; a piece of which some is known is left out."""
         for piece in pieces:
-            for place in list(self._touched(piece.file, piece.offset, piece.offset + piece.size)):
+            for place in list(self._find_touched_ranges(piece.file, piece.offset, piece.offset + piece.size)):
                 span = place[2]
                 if span.offset <= piece.offset and piece.offset + piece.size <= span.offset + span.size:
                     self._insert(place, piece)
 
     def heeds(self, path: str) -> bool:
         """Return whether a file may have ranges of which a CRC-32 is stated."""
-        return bool(self._file(path).spans)
+        return bool(self._get_tracked_file(path).spans)
 
     def shares(self) -> Iterator[CrcShare]:
         """Yield the ranges that were read in part, but for those that were read in too many places to keep."""
@@ -184,15 +186,15 @@ class CrcTracker:
 
     def unread(self, path: str) -> Iterator[tuple[int, int]]:
         """Yield offset and size of the stretches of a file that lie in ranges and are not known."""
-        for offset, size in self._file(path).spans:
-            for place in list(self._touched(path, offset, offset + size)):
+        for offset, size in self._get_tracked_file(path).spans:
+            for place in list(self._find_touched_ranges(path, offset, offset + size)):
                 span = place[2]
-                for start, stop in self._unknown(place, span.offset, span.offset + span.size):
+                for start, stop in self._find_unread_ranges(place, span.offset, span.offset + span.size):
                     yield start, stop - start
 
     # Which ranges
 
-    def _file(self, path: str) -> _TrackedFile:
+    def _get_tracked_file(self, path: str) -> _TrackedFile:
         found = self._files.get(path)
         if found is None:
             with self._loading:
@@ -200,9 +202,9 @@ class CrcTracker:
                 found = self._files.setdefault(path, _TrackedFile(spans, [offset for offset, _ in spans]))
         return found
 
-    def _touched(self, path: str, start: int, stop: int) -> Iterator[_Place]:
+    def _find_touched_ranges(self, path: str, start: int, stop: int) -> Iterator[_Place]:
         """Yield the ranges that are not over and hold some of a stretch."""
-        file = self._file(path)
+        file = self._get_tracked_file(path)
         for number in range(max(bisect_right(file.starts, start) - 1, 0), len(file.spans)):
             offset, size = file.spans[number]
             if offset >= stop:
@@ -229,7 +231,7 @@ class CrcTracker:
 
     # What is known of one
 
-    def _unknown(self, place: _Place, start: int, stop: int) -> list[tuple[int, int]]:
+    def _find_unread_ranges(self, place: _Place, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the parts of a stretch that were not read yet."""
         container, position, _ = place
         gaps, at = [], start

@@ -120,7 +120,7 @@ class FileHashes:
                 return
             file.flights.append((position, start))
         try:
-            self._again(path, file, position, start)
+            self._rehash_range(path, file, position, start)
         finally:
             self.fail(path, position, start)
 
@@ -136,15 +136,15 @@ class FileHashes:
                 return
             file.flights.append((position, end))
         try:
-            self._again(path, file, position, end)
+            self._rehash_range(path, file, position, end)
         finally:
             self.fail(path, position, end)
 
-    def _again(self, path: str, file: HashedFile, start: int, stop: int) -> None:
-        for offset, data in self._pieces(path, start, stop):
+    def _rehash_range(self, path: str, file: HashedFile, start: int, stop: int) -> None:
+        for offset, data in self._read_pieces(path, start, stop):
             self._take(path, file, offset, data, given=False)
 
-    def _pieces(self, path: str, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
+    def _read_pieces(self, path: str, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
         buffer = memoryview(bytearray(min(PIECE, stop - start)))
         for offset in range(start, stop, PIECE):
             data = buffer[: min(PIECE, stop - offset)]
@@ -174,7 +174,7 @@ class FileHashes:
         if given and known > start:
             self._note(file, start, data[: known - start])
         if complete and sum(high - low for low, high in list_spans(file)) <= _CATCH_UP:
-            self._recheck(path, file)
+            self._recheck_ranges(path, file)
 
     def _note(self, file: HashedFile, start: int, data: memoryview) -> None:
         note = RangeNote(start, start + len(data), hashlib.sha256(data).digest())
@@ -188,7 +188,7 @@ class FileHashes:
             else:
                 file.behind.append(note)
 
-    def _recheck(self, path: str, file: HashedFile) -> None:
+    def _recheck_ranges(self, path: str, file: HashedFile) -> None:
         """See again the stretches that the hash had passed: hashed from a state before them to one behind them."""
         with file.turn:
             notes, file.behind = sorted(file.behind, key=BY_START), []
@@ -197,7 +197,7 @@ class FileHashes:
         for low, high in spans:
             state = marks[low].copy()
             open_notes = [note for note in notes if low <= note.start < high]
-            for offset, data in self._pieces(path, low, high):
+            for offset, data in self._read_pieces(path, low, high):
                 state.update(data)
                 open_notes = [n for n in open_notes if n.start >= offset + len(data) or not n.see(path, offset, data)]
             if state.digest() != marks[high].digest():
@@ -229,8 +229,8 @@ class FileHashes:
         """Hash what is missing of a file, by reading it (again); raises ChangedError if it is not as promised."""
         file = self._files[path]
         if file.promise.digest and not file.forgotten:
-            self._again(path, file, file.position, file.promise.size)
-            self._recheck(path, file)
+            self._rehash_range(path, file, file.position, file.promise.size)
+            self._recheck_ranges(path, file)
 
     def begun(self) -> Iterator[str]:
         """Yield the files of which anything was read."""

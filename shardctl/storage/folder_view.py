@@ -43,9 +43,9 @@ class FolderView(UnpromisedSource):
         """Return nothing: the source itself says it."""
         return ()
 
-    def restat(self, path: str) -> FileStat | None:
+    def stat_file(self, path: str) -> FileStat | None:
         """Return the file's state now."""
-        return self._source.restat(self._prefix + path)
+        return self._source.stat_file(self._prefix + path)
 
     def beside(self, name: str) -> bytes | None:
         """Return nothing: a folder is not one file."""
@@ -56,9 +56,9 @@ class FolderView(UnpromisedSource):
         """Pass on what will be read next."""
         self._source.expect((self._prefix + path, start, size) for path, start, size in spans)
 
-    def heed(self, stop: StopRequest) -> None:
+    def set_stop_request(self, stop: StopRequest) -> None:
         """Raise Interrupted instead of waiting once `stop` is set."""
-        self._source.heed(stop)
+        self._source.set_stop_request(stop)
 
     def read_at(self, path: str, offset: int, into: memoryview) -> None:
         """Fill `into` from a file of the folder."""

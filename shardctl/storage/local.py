@@ -148,7 +148,7 @@ class _LocalFile:
             return None
         from shardctl.storage import direct
 
-        with self._refused(), self._direct.use(self._find_path(path)) as descriptor:
+        with self._fall_back_to_buffered(), self._direct.use(self._find_path(path)) as descriptor:
             return direct.read_direct(descriptor, ordinary, into, offset)
         return None
 
@@ -157,7 +157,7 @@ class _LocalFile:
             if self._can_direct and len(data) >= _MIN_DIRECT_IO_BYTES:
                 from shardctl.storage import direct
 
-                with self._refused(), self._direct.use(self._find_path(path)) as descriptor:
+                with self._fall_back_to_buffered(), self._direct.use(self._find_path(path)) as descriptor:
                     direct.write_direct(descriptor, ordinary, data, offset)
                     return
             done = 0
@@ -165,7 +165,7 @@ class _LocalFile:
                 done += os.pwrite(ordinary, data[done : done + _WHOLE_CALL], offset + done)
 
     @contextlib.contextmanager
-    def _refused(self) -> Iterator[None]:
+    def _fall_back_to_buffered(self) -> Iterator[None]:
         """Go on with ordinary calls if the file system does not do direct I/O."""
         try:
             yield
@@ -251,10 +251,10 @@ class LocalSource(UnpromisedSource):
     def files(self) -> Mapping[str, FileStat]:
         """Return every regular file, by path relative to the root, but for those in folders that programs keep."""
         if self._files is None:
-            self._files = {self.path.name: _stat_file(self.path)} if self._single else dict(self._walk())
+            self._files = {self.path.name: _stat_file(self.path)} if self._single else dict(self._walk_files())
         return self._files
 
-    def _walk(self) -> Iterator[tuple[str, FileStat]]:
+    def _walk_files(self) -> Iterator[tuple[str, FileStat]]:
         found = []
         for folder, folders, names in os.walk(self.root, onerror=_raise_unlistable):
             folders[:] = sorted(f for f in folders if f not in HIDDEN)
@@ -268,7 +268,7 @@ class LocalSource(UnpromisedSource):
         """Return nothing: the files are what they are."""
         return ()
 
-    def restat(self, path: str) -> FileStat | None:
+    def stat_file(self, path: str) -> FileStat | None:
         """Return the file's state now, to see whether it changed under the reader; None if it is gone."""
         try:
             return _stat_file(self.root / path)
@@ -283,7 +283,7 @@ class LocalSource(UnpromisedSource):
     def expect(self, spans: Iterable[Span]) -> None:
         """Do nothing: the kernel reads ahead."""
 
-    def heed(self, stop: StopRequest) -> None:
+    def set_stop_request(self, stop: StopRequest) -> None:
         """Do nothing: reads do not wait for longer than the disk does."""
 
     def read_at(self, path: str, offset: int, into: memoryview) -> None:

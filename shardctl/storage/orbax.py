@@ -85,12 +85,12 @@ class OrbaxSource(LocalSource):
             self._all = {**real, **mine}
         return self._all
 
-    def restat(self, path: str) -> FileStat | None:
+    def stat_file(self, path: str) -> FileStat | None:
         """Return the state as of any file; an array has changed if the metadata has."""
         array = self.arrays.get(path)
         if array is None:
-            return super().restat(path)
-        now = super().restat(METADATA)
+            return super().stat_file(path)
+        now = super().stat_file(METADATA)
         return FileStat(array.dtype.nbytes(array.shape), now.version) if now is not None else None
 
     def read_at(self, path: str, offset: int, into: memoryview) -> None:
@@ -119,7 +119,7 @@ class OrbaxSource(LocalSource):
         return found
 
     def _open(self) -> Iterator[StoredArray]:
-        tree, ocdbt, driver = self._tree()
+        tree, ocdbt, driver = self._read_array_tree()
         context = self._tensorstore.Context({"cache_pool": {"total_bytes_limit": _CHUNK_CACHE_BYTES}})
         root = str(self.root.absolute())
         pending = []
@@ -144,7 +144,7 @@ class OrbaxSource(LocalSource):
                 raise UnsupportedError(f"{name} has elements of the type {store.dtype.name}, which is not known")
             yield StoredArray(name, dtype, tuple(map(int, store.shape)), store)
 
-    def _tree(self) -> tuple[list[str], bool, str]:
+    def _read_array_tree(self) -> tuple[list[str], bool, str]:
         """Return the names of the arrays, whether a database holds them, and tensorstore's driver for each."""
         stat = super().files()[METADATA]
         if stat.size > RECORD_TEXT.size:

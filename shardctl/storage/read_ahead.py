@@ -67,7 +67,7 @@ class ReadAheadCache:
         while done < len(into):
             start, rest = offset + done, into[done:]
             with self._lock:
-                window = self._covering(path, start)
+                window = self._find_window(path, start)
                 ours = window is None
                 if window is None:
                     end = self._ends.get(path)
@@ -90,7 +90,7 @@ class ReadAheadCache:
     def find(self, path: str, offset: int, into: memoryview) -> bool:
         """Fill `into` if one window has all of it; fetches nothing."""
         with self._lock:
-            window = self._covering(path, offset)
+            window = self._find_window(path, offset)
         if window is None or window.stop < offset + len(into) or not window.ready.is_set() or window.failed:
             return False
         into[:] = memoryview(window.data)[offset - window.start :][: len(into)]
@@ -110,7 +110,7 @@ class ReadAheadCache:
                 if room < 0:
                     break
                 self._ends[path] = offset + length
-                if length > 0 and self._covering(path, offset) is None:
+                if length > 0 and self._find_window(path, offset) is None:
                     wanted.append((path, self._add(path, offset, length)))
         try:
             run_in_threads(
@@ -119,17 +119,17 @@ class ReadAheadCache:
         finally:
             for path, window in wanted:  # after an error others were never begun
                 if not window.ready.is_set():
-                    self._drop(path, window)
+                    self._drop_window(path, window)
 
     def _fill(self, path: str, window: _FetchedWindow) -> None:
         try:
             self._fetch(path, window.start, memoryview(window.data))
         except BaseException:
-            self._drop(path, window)
+            self._drop_window(path, window)
             raise
         window.ready.set()
 
-    def _drop(self, path: str, window: _FetchedWindow) -> None:
+    def _drop_window(self, path: str, window: _FetchedWindow) -> None:
         with self._lock:
             if self._kept.pop(window, None) is not None:
                 self._by_path[path].remove(window)
@@ -137,7 +137,7 @@ class ReadAheadCache:
         window.failed = True
         window.ready.set()
 
-    def _covering(self, path: str, at: int) -> _FetchedWindow | None:
+    def _find_window(self, path: str, at: int) -> _FetchedWindow | None:
         for window in self._by_path.get(path, ()):
             if window.start <= at < window.stop:
                 self._kept.move_to_end(window)

@@ -264,7 +264,7 @@ class ChunkIndex:
 
     def within(self, box: Box) -> Iterator[Chunk]:
         """Yield the part of each chunk that lies in `box`."""
-        for position, common in self._index.overlapping(box):
+        for position, common in self._index.find_overlaps(box):
             yield narrow_chunk(self.chunks[position], common)
 
     def find_shift(self, box: Box) -> int:
@@ -322,7 +322,7 @@ class _GapLimits:
     gap: int = 0
     """or else no gap has more bytes than this."""
 
-    def allow(self, span: int, own: int, gap: int) -> bool:
+    def allows_gap(self, span: int, own: int, gap: int) -> bool:
         """Return whether a piece of `span` bytes, `own` of which are wanted, is one call."""
         return span <= self.span and (span <= self.slack * own or gap <= self.gap)
 
@@ -354,13 +354,13 @@ def _find_widest_gap(piece: _StridedPiece) -> int:
 
 def _cut_piece(piece: _StridedPiece, limits: _GapLimits) -> Iterator[_StridedPiece]:
     view, strides = piece.view, piece.strides
-    if (piece.dense and view.flags.c_contiguous) or limits.allow(piece.span, view.nbytes, _find_widest_gap(piece)):
+    if (piece.dense and view.flags.c_contiguous) or limits.allows_gap(piece.span, view.nbytes, _find_widest_gap(piece)):
         yield piece
         return
     inner = _build_piece(view[0, ...], piece.offset, strides[1:])
     fits = inner.span <= limits.span and strides[0]
     rows = max((limits.span - inner.span) // strides[0] + 1, 1) if fits else 1
-    if rows > 1 and limits.allow(
+    if rows > 1 and limits.allows_gap(
         inner.span + (rows - 1) * strides[0], rows * inner.view.nbytes, _find_widest_gap(piece)
     ):
         for start in range(0, view.shape[0], rows):

@@ -175,7 +175,7 @@ class BoxIndex:
         self._starts = [self.boxes[i].origin[d] for i in self._order] if d >= 0 else []
         self._reach = list(accumulate((self.boxes[i].stop[d] for i in self._order), max)) if d >= 0 else []
 
-    def overlapping(self, box: Box) -> Iterator[tuple[int, Box]]:
+    def find_overlaps(self, box: Box) -> Iterator[tuple[int, Box]]:
         """Yield each ``(position, common part)`` of the boxes that share an element with `box`, in position order."""
         if self._dim < 0:
             hits: Iterable[int] = range(len(self.boxes))
@@ -214,14 +214,14 @@ def make_disjoint(boxes: Sequence[Box]) -> list[tuple[int, Box]]:
         if box in seen:
             continue
         seen.add(box)
-        earlier = (index.boxes[i] for i, _ in index.overlapping(box) if i < position)
+        earlier = (index.boxes[i] for i, _ in index.find_overlaps(box) if i < position)
         parts += [(position, piece) for piece in subtract_all(box, earlier)]
     return parts
 
 
 def subtract_indexed(box: Box, index: BoxIndex) -> list[Box]:
     """Return what no box of `index` covers of `box`."""
-    return subtract_all(box, (common for _, common in index.overlapping(box)))
+    return subtract_all(box, (common for _, common in index.find_overlaps(box)))
 
 
 def merge_boxes(boxes: Iterable[Box]) -> list[Box]:

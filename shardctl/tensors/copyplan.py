@@ -173,7 +173,7 @@ def _select_needed_parts(wanted: Tensor, parts: list[tuple[int, Box]]) -> list[t
     if sum(box.size for box in union) == sum(box.size for _, box in parts):
         return parts
     index = BoxIndex(union)
-    return [(i, common) for i, box in parts for _, common in index.overlapping(box)]
+    return [(i, common) for i, box in parts for _, common in index.find_overlaps(box)]
 
 
 def prove_covered(tensor: Tensor, parts: list[Box], wanted: list[Box]) -> None:

@@ -51,7 +51,7 @@ class NamingScheme:
         found = self.facts.get(name, default)
         return int(found) if isinstance(found, int) else default
 
-    def switch(self, name: str, *, default: bool = False) -> bool:
+    def read_flag(self, name: str, *, default: bool = False) -> bool:
         """Return a fact that is true or false."""
         found = self.facts.get(name, default)
         return found if isinstance(found, bool) else default

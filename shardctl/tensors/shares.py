@@ -49,7 +49,7 @@ class WorkerShare:
         return copy.count_read_bytes(
             common
             for portion in portions
-            for position, common in index.overlapping(portion.box)
+            for position, common in index.find_overlaps(portion.box)
             if not isinstance(copy.reads[position].where, ConstantFill)
         )
 
@@ -183,6 +183,6 @@ def _split_portions(boxes: Sequence[Box], writers: Sequence[int], number: int) -
     own = make_disjoint([box for box, writer in zip(boxes, writers, strict=True) if writer == number])
     found: dict[bool, list[Box]] = {True: [], False: []}
     for _, box in own:
-        for position, common in index.overlapping(box):
+        for position, common in index.find_overlaps(box):
             found[writers[parts[position][0]] == number].append(common)
     return tuple(WorkerPortion(box, counted) for counted, group in found.items() for box in merge_boxes(group))

@@ -77,7 +77,7 @@ class ArrayView:
             extents[axis] = step * (extent - 1) + 1 if extent else 0
         return Box(tuple(origin), tuple(extents))
 
-    def pull(self, chunk: Chunk, part: Box) -> Chunk | None:
+    def map_chunk_part(self, chunk: Chunk, part: Box) -> Chunk | None:
         """Return what a chunk of the array, stored or yet to be written, holds of `part` of the tensor.
 
         None if nothing.
@@ -102,7 +102,7 @@ class ArrayView:
         if per_unit > 1 and first:
             self._check_units(chunk, first[-1], within, per_unit)
             first[-1] //= per_unit
-        shift, strides = self.strided(first, chunk.where.strides)
+        shift, strides = self.compute_strides(first, chunk.where.strides)
         return replace(chunk, box=box, where=replace(chunk.where, offset=chunk.where.offset + shift, strides=strides))
 
     def first(self, box: Box, within: Box) -> list[int]:
@@ -113,7 +113,7 @@ class ArrayView:
                 first[axis] += step * start
         return first
 
-    def strided(self, first: Sequence[int], strides: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+    def compute_strides(self, first: Sequence[int], strides: Sequence[int]) -> tuple[int, tuple[int, ...]]:
         """Return the byte offset of the unit at `first` of an array of `strides`, and the tensor's strides."""
         shift = sum(a * b for a, b in zip(first, strides, strict=True))
         pairs = zip(self.axes, self.steps, strict=True)
@@ -178,12 +178,12 @@ class PulledBox(NamedTuple):
 def _pull_whole_bytes(
     view: ArrayView, box: Box, part: Box, strides: tuple[int, ...]
 ) -> tuple[Box, int, tuple[int, ...]] | None:
-    """Return what `View.pull` finds in whole bytes: the box, and its offset and strides in the chunk.
+    """Return what `ArrayView.map_chunk_part` finds in whole bytes: the box, and its offset and strides in the chunk.
 
     None for nothing.
     """
     within = view.within(box, part.shape)
     if within is None:
         return None
-    shift, found = view.strided(view.first(box, within), strides)
+    shift, found = view.compute_strides(view.first(box, within), strides)
     return Box(tuple(a + b for a, b in zip(part.origin, within.origin, strict=True)), within.shape), shift, found

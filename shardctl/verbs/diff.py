@@ -146,8 +146,8 @@ def diff(
         open_checkpoint(b, source_options_b) as right,
         stop_on_signals(effort.stop),
     ):
-        left.source.heed(effort.stop)
-        right.source.heed(effort.stop)
+        left.source.set_stop_request(effort.stop)
+        right.source.set_stop_request(effort.stop)
         companions = compare_companions(left, right)
         first, second = _decode_beside(left, right, effort), _decode_beside(right, left, effort)
         states = pair_states(first, second)
@@ -217,7 +217,7 @@ def _decode_beside(checkpoint: OpenedCheckpoint, other: OpenedCheckpoint, effort
 
 
 def _list_warnings(checkpoint: OpenedCheckpoint) -> tuple[str, ...]:
-    return *checkpoint.manifest.warnings, *checkpoint.unverified()
+    return *checkpoint.manifest.warnings, *checkpoint.list_unverified_files()
 
 
 def _classify_change(ours: Tensor | None, theirs: Tensor | None) -> Kind | None:

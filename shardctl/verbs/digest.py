@@ -79,7 +79,7 @@ def digest(
     effort = effort or ExecutionOptions()
     count = partial(require_reading, limit=host_memory)
     with open_checkpoint(path, source_options, count=count) as checkpoint, stop_on_signals(effort.stop):
-        checkpoint.source.heed(effort.stop)
+        checkpoint.source.set_stop_request(effort.stop)
         tensors = sorted(checkpoint.manifest.tensors.values(), key=first_byte)
         chunks, held = sum([len(tensor.chunks) for tensor in tensors]), checkpoint.source.held_bytes
         budget = divide_reading_memory(len(tensors), chunks, host_memory, effort.threads, held)
@@ -97,5 +97,5 @@ def digest(
             nbytes=sum(t.nbytes for t in tensors),
             warnings=checkpoint.manifest.warnings,
             proofs=checkpoint.source.proofs(),
-            unverified=tuple(checkpoint.unverified()),
+            unverified=tuple(checkpoint.list_unverified_files()),
         )

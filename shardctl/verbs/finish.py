@@ -135,7 +135,7 @@ def _publish_parts(staging: StagingArea, header: dict[str, Any]) -> FinishResult
             hint=f"run them, in any order: the same reshard with --worker {absent[0]}",
         )
     require_one_source({f"worker {worker}": part[0] for worker, part in found.items() if part is not None})
-    staging.proceed(header["tree"])
+    staging.resume_tree(header["tree"])
     parts = [part for part, _ in filter(None, found.values())]
     frame = parse_record_draft(next(frame for _, frame in filter(None, found.values()) if frame is not None))
     stop = StopRequest(kept=True)

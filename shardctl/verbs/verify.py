@@ -211,7 +211,7 @@ class _VerifyRun:
                     self.unchecked.append(
                         "--against names the checkpoint itself, so its values were compared with no other"
                     )
-                rest, digest = self._rest(checkpoint, other)
+                rest, digest = self._run_remaining_levels(checkpoint, other)
                 return [first, *rest], digest
         except _BrokenStructureError as error:
             first.seconds = time.monotonic() - began
@@ -264,7 +264,9 @@ class _VerifyRun:
             if said is not None and not given and said != compared.get(key):
                 raise UsageError(f"{checkpoint.source.name} {how} {said}", hint=hint)
 
-    def _rest(self, checkpoint: OpenedCheckpoint, other: OpenedCheckpoint | None) -> tuple[list[LevelResult], str]:
+    def _run_remaining_levels(
+        self, checkpoint: OpenedCheckpoint, other: OpenedCheckpoint | None
+    ) -> tuple[list[LevelResult], str]:
         if "load" not in self.names:
             return self._run_levels(checkpoint, other, None)
         from shardctl.running.dispatch import open_dispatch
@@ -279,7 +281,7 @@ class _VerifyRun:
         stated = list_stated_hashes(other.source if other is not None else None, checkpoint.source)
         with stop_on_signals(self.effort.stop):
             for each in filter(None, (checkpoint, other)):
-                each.source.heed(self.effort.stop)
+                each.source.set_stop_request(self.effort.stop)
             if "content" in self.names:
                 finite = self.verify_options.require_finite
                 level, digests = run_content_level(
@@ -321,7 +323,7 @@ class _VerifyRun:
                 )
             for each in filter(None, (checkpoint, other) if levels else ()):
                 each.prove()
-                levels[-1].add(CheckFinding("warning", "hash", text) for text in each.unverified(equal))
+                levels[-1].add(CheckFinding("warning", "hash", text) for text in each.list_unverified_files(equal))
         if "forward" in self.names:  # a signal ends it at once: there is nothing to keep
             level = run_forward_level(
                 checkpoint,

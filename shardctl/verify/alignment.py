@@ -119,14 +119,15 @@ class _AlignmentCheck:
             scope.owners.setdefault(known.spec.member, []).append((tensor, files))
         elif not known.spec.of_expert and len(known.spec.where) == 1:
             scope.holders[tensor.name] = set(files)
-        stretches = self._stretches(tensor.shape, known)
+        stretches = self._find_dim_ranges(tensor.shape, known)
         for holder, file in files.items():
             mine = tuple(boxes[holder])
             spans = [
                 merge_intervals((box.origin[dim], box.stop[dim]) for box in mine) for dim in range(len(tensor.shape))
             ]
             if len(mine) > 1 and not _is_rectangular(mine, spans):
-                message = f"{tensor.name} on {self._who(file)} has other columns in some rows: {format_first_few(mine)}"
+                where = f"{tensor.name} on {self._label_holder(file)}"
+                message = f"{where} has other columns in some rows: {format_first_few(mine)}"
                 yield _build_finding(message, tensor.name, file, mine)
             if self._mesh is None:
                 whole = HeldDim(tensor.name, _NO_STRETCH, (), mine, file)
@@ -143,13 +144,13 @@ class _AlignmentCheck:
         boxes: dict[_Holder, dict[Box, None]] = {}
         for chunk in tensor.chunks:
             if isinstance(chunk.where, Region):
-                holder = self._holder(chunk.where.file, spec)
+                holder = self._find_holder(chunk.where.file, spec)
                 if holder is not None:
                     files.setdefault(holder, chunk.where.file)
                     boxes.setdefault(holder, {})[chunk.box] = None
         return files, boxes
 
-    def _holder(self, file: str, spec: PartitionSpec) -> _Holder | None:
+    def _find_holder(self, file: str, spec: PartitionSpec) -> _Holder | None:
         """Find who has what is in `file`; None if no rank of the mesh does."""
         key = (file, spec.of_expert)
         if key not in self._holders:
@@ -163,7 +164,7 @@ class _AlignmentCheck:
             self._holders[key] = holder
         return self._holders[key]
 
-    def _stretches(self, shape: tuple[int, ...], known: ModelTensor) -> tuple[DimRange, ...]:
+    def _find_dim_ranges(self, shape: tuple[int, ...], known: ModelTensor) -> tuple[DimRange, ...]:
         key = (shape, known.spec.cuts, known.row.dims)
         if key not in self._known:
             self._known[key] = tuple(list_stretches(known, self._words))
@@ -184,18 +185,18 @@ class _AlignmentCheck:
     def compare(self, scope: _AlignmentScope) -> Iterator[CheckFinding]:
         """Yield what does not belong together in one layer."""
         if self._mesh is not None:
-            yield from self._absent(scope)
-        yield from _check_expert_owners(scope.owners, self._who)
+            yield from self._find_absent_tensors(scope)
+        yield from _check_expert_owners(scope.owners, self._label_holder)
         grouped = set()
         for (noun, heads), queries in scope.held.items():
             for (other, groups), keys in scope.held.items():
                 if noun == _QUERY_HEADS_LABEL and other == _KV_HEADS_LABEL and heads % groups == 0:
                     grouped.add((other, groups))
-                    yield from self._grouped(heads // groups, queries, keys)
+                    yield from self._check_grouped_heads(heads // groups, queries, keys)
         for label, holders in scope.held.items():
             if label not in grouped:
                 for held in holders.values():
-                    yield from self._same(label, held)
+                    yield from self._check_same_range(label, held)
 
     def compare_cuts(self, scope: _AlignmentScope, told: Collection[str]) -> Iterator[CheckFinding]:
         """Yield dims of which a holder has another part than of most that are cut in the same way, if not `told`."""
@@ -207,11 +208,11 @@ class _AlignmentCheck:
                 if first is not None and one.intervals != first.intervals:
                     message = (
                         f"{one.tensor} is not cut as {first.tensor}: of the {one.stretch.size:,} that both have, "
-                        f"{self._who(one.file)} has {one} where {first} belong to it"
+                        f"{self._label_holder(one.file)} has {one} where {first} belong to it"
                     )
                     yield _build_finding(message, one.tensor, one.file, one.boxes)
 
-    def _absent(self, scope: _AlignmentScope) -> Iterator[CheckFinding]:
+    def _find_absent_tensors(self, scope: _AlignmentScope) -> Iterator[CheckFinding]:
         """Yield ranks that have some of a layer and nothing of one of its tensors."""
         every = {holder for holders in scope.holders.values() for holder in holders}
         for name, holders in scope.holders.items():
@@ -222,20 +223,20 @@ class _AlignmentCheck:
                 message = f"{name} is on no rank of {place}, which have {other} of the same layer"
                 yield CheckFinding("error", CHECK, message, name)
 
-    def _witness(self, held: Sequence[HeldDim]) -> HeldDim | None:
+    def _find_witness(self, held: Sequence[HeldDim]) -> HeldDim | None:
         """Return the one that says which stretch of a logical dim its holder computes with; None if none can."""
         sure = [one for one in held if self._mesh is not None or not one.stretch.spread]
         return next((one for one in sure if not one.stretch.spread), sure[0] if sure else None)
 
-    def _same(self, label: DimLabel, held: Sequence[HeldDim]) -> Iterator[CheckFinding]:
+    def _check_same_range(self, label: DimLabel, held: Sequence[HeldDim]) -> Iterator[CheckFinding]:
         """Check that one holder has the same stretch of a logical dim in all tensors."""
-        witness = self._witness(held)
+        witness = self._find_witness(held)
         if witness is None:
             return
         if witness.units is None:
             message = (
                 f"{witness.tensor} is cut inside one of {label[1]} {label[0]} of {witness.stretch.unit} elements: "
-                f"{self._who(witness.file)} has {format_first_few(witness.boxes)}"
+                f"{self._label_holder(witness.file)} has {format_first_few(witness.boxes)}"
             )
             yield _build_finding(message, witness.tensor, witness.file, witness.boxes)
             return
@@ -246,17 +247,17 @@ class _AlignmentCheck:
             fused = one.tensor == witness.tensor
             what = "is fused, and its parts are not cut alike" if fused else f"is not cut as {witness.tensor}"
             message = (
-                f"{one.tensor} {what}: of {label[1]:,} {label[0]}, {self._who(one.file)} has {one} "
+                f"{one.tensor} {what}: of {label[1]:,} {label[0]}, {self._label_holder(one.file)} has {one} "
                 f"where {witness} belong to it"
             )
             yield _build_finding(message, one.tensor, one.file, one.boxes)
 
-    def _grouped(
+    def _check_grouped_heads(
         self, share: int, queries: Mapping[_Holder, Sequence[HeldDim]], keys: Mapping[_Holder, Sequence[HeldDim]]
     ) -> Iterator[CheckFinding]:
         """Check that each holder has the key/value heads that its queries use: one for `share` neighbouring queries."""
         for holder, held in keys.items():
-            witness = self._witness(queries.get(holder, ()))
+            witness = self._find_witness(queries.get(holder, ()))
             if witness is None or witness.units is None:
                 continue
             used = merge_intervals((a // share, -(-b // share)) for a, b in witness.units)
@@ -265,12 +266,12 @@ class _AlignmentCheck:
                 if one.is_just(used) if exact else one.is_within(used):
                     continue
                 message = (
-                    f"{one.tensor} is not cut with its queries: {self._who(one.file)} has {_KV_HEADS_LABEL} {one}, but "
-                    f"its {_QUERY_HEADS_LABEL} {witness}, of {witness.tensor}, use {format_intervals(used)}"
+                    f"{one.tensor} is not cut with its queries: {self._label_holder(one.file)} has {_KV_HEADS_LABEL} "
+                    f"{one}, but its {_QUERY_HEADS_LABEL} {witness}, of {witness.tensor}, use {format_intervals(used)}"
                 )
                 yield _build_finding(message, one.tensor, one.file, one.boxes)
 
-    def _who(self, file: str) -> str:
+    def _label_holder(self, file: str) -> str:
         rank = find_rank(file) or 0
         return f"rank {rank}" if self._mesh is None else f"rank {rank} ({self._mesh.label(rank)})"
 

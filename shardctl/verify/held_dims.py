@@ -74,14 +74,14 @@ class HeldDim:
 
     def is_just(self, units: Iterable[Interval]) -> bool:
         """Return whether it is these units."""
-        return self.intervals == self._elements(units)
+        return self.intervals == self._convert_to_elements(units)
 
     def is_within(self, units: Iterable[Interval]) -> bool:
         """Return whether it is a part of these units."""
-        outer = self._elements(units)
+        outer = self._convert_to_elements(units)
         return all(any(a <= c and d <= b for a, b in outer) for c, d in self.intervals)
 
-    def _elements(self, units: Iterable[Interval]) -> tuple[Interval, ...]:
+    def _convert_to_elements(self, units: Iterable[Interval]) -> tuple[Interval, ...]:
         unit = self.stretch.unit
         return tuple((a * unit, b * unit) for a, b in units)
 

@@ -158,7 +158,7 @@ def find_overlaps(tensor: Tensor, find_spec: SpecFinder | None = None) -> Iterat
             continue
         index = BoxIndex(boxes)
         for position, box in enumerate(boxes):
-            for other, common in index.overlapping(box):
+            for other, common in index.find_overlaps(box):
                 files = sorted(places[box] | places[boxes[other]])
                 if other > position and len(files) > 1:
                     message = f"chunks {box} and {boxes[other]} overlap in {common} ({format_first_few(files)})"

@@ -114,7 +114,7 @@ def test_an_upload_that_is_interrupted_leaves_no_object_and_the_same_command_goe
     s3, bucket, heavy, tmp_path, monkeypatch
 ):
     wanted = reshard(heavy, tmp_path / "out", TP2)
-    pieces, sent = CloudBucket._pieces, []
+    pieces, sent = CloudBucket._read_pieces, []
 
     def interrupted(self, file, piece):
         for part in pieces(self, file, piece):
@@ -124,7 +124,7 @@ def test_an_upload_that_is_interrupted_leaves_no_object_and_the_same_command_goe
             yield part
 
     with monkeypatch.context() as patched:
-        patched.setattr(CloudBucket, "_pieces", interrupted)
+        patched.setattr(CloudBucket, "_read_pieces", interrupted)
         with pytest.raises(Interrupted) as raised:
             reshard(heavy, f"s3://{bucket}/out", TP2)
     assert raised.value.exit_code == 143
@@ -456,7 +456,7 @@ def test_the_words_of_another_error_do_not_make_it_one_of_a_path():
     from obstore import exceptions
 
     refusals = RefusalReader("s3://bucket", writing=False, library=exceptions)
-    passing = refusals.explain(exceptions.GenericError("connection reset by /x/invalid path/y"), "reading")
+    passing = refusals.explain_error(exceptions.GenericError("connection reset by /x/invalid path/y"), "reading")
     assert isinstance(passing, TroubleError)
 
 

@@ -56,9 +56,9 @@ def read_both(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[DcpMetadat
     folded = []
 
     class Counted(MetadataShortcut):
-        def fold(self, state):  # type: ignore[no-untyped-def]
+        def fold_objects(self, state):  # type: ignore[no-untyped-def]
             before = len(state.stack)
-            super().fold(state)
+            super().fold_objects(state)
             folded.append(len(state.stack) - before)
 
     found: list[DcpMetadata | str] = []

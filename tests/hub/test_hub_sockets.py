@@ -139,7 +139,7 @@ def test_certificates_are_those_that_the_library_believes(tls, monkeypatch):
     into = bytearray(6)
     with SocketPool(5).get(url, {}) as body:
         assert body.readinto(memoryview(into)) == 6
-        assert body.ended()
+        assert body.is_exhausted()
     assert bytes(into) == b"secret"
 
 

@@ -256,7 +256,7 @@ def test_a_signal_ends_the_waiting(hub, monkeypatch):
     monkeypatch.setattr(patience, "FIRST_WAIT", 60)
     hub.fail("cdn", *[status(503)] * 9)
     source, stop = open_source(NAME), StopRequest()
-    source.heed(stop)
+    source.set_stop_request(stop)
     threading.Timer(0.3, lambda: setattr(stop, "signal", 2)).start()
     with pytest.raises(Interrupted):
         source.read_at(SHARD, 0, memoryview(bytearray(10)))

@@ -55,13 +55,13 @@ def test_a_ring_shares_out_the_sequence():
     law = AllowedDegrees(stock(LLAMA_3_8B), sequence=24)
     assert law.degrees("cp", 12) == (1, 2, 3, 4, 6, 12)
     assert "cp=5 divides a sequence into 10 equal parts, but it has 24 tokens" in str(law.refuse(Mesh.of(cp=5)))
-    assert AllowedDegrees(stock(LLAMA_3_8B)).allows("cp", 5)
+    assert AllowedDegrees(stock(LLAMA_3_8B)).allows_degree("cp", 5)
 
 
 def test_blocks_of_quantized_weights_stay_whole():
     plain = {**LLAMA_3_8B, "num_hidden_layers": 1, "intermediate_size": 1280}
     settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    assert AllowedDegrees(stock(plain)).allows("tp", 4)
+    assert AllowedDegrees(stock(plain)).allows_degree("tp", 4)
     refusal = AllowedDegrees(stock({**plain, "quantization_config": settings})).refuse(Mesh.of(tp=4))
     assert refusal.works == (1, 2)
     assert "10 blocks of 128" in refusal.reason

@@ -43,7 +43,7 @@ def test_no_mesh_needs_less_than_its_floor(name, work):
     floor, bulk = every.floor(every.once(expert=False), every.once(expert=True)), WeightTotals(every.about.inventory)
     lasting = every.floor(every.once(expert=False, gradients=False), every.once(expert=True, gradients=False))
     passing, tried = every.passing(lasting), 0
-    for mesh in list_meshes(16, every.law(), every.space()):
+    for mesh in list_meshes(16, every.law(), every.build_search_space()):
         stages = bulk.stages(mesh)
         try:
             least = estimate_needs(
@@ -62,9 +62,9 @@ def test_no_mesh_needs_less_than_its_floor(name, work):
 def test_what_is_ruled_out_quickly_would_not_have_fitted(budget):
     every = explorer(MODELS[-1], WORKS[0])
     asked = (8, every.law(), every.estimate)
-    slow = search_meshes(*asked, space=every.space(), budget=budget << 30)
+    slow = search_meshes(*asked, space=every.build_search_space(), budget=budget << 30)
     quick = LowerBoundChecks(every.glances, every.floor(every.once(expert=False), every.once(expert=True)))
-    found = search_meshes(*asked, space=every.space(), budget=budget << 30, quick=quick)
+    found = search_meshes(*asked, space=every.build_search_space(), budget=budget << 30, quick=quick)
     assert [one.mesh for one in found.ranked] == [one.mesh for one in slow.ranked]
     assert sorted((one.what, one.why) for one in found.rejected) == sorted((one.what, one.why) for one in slow.rejected)
     assert found.estimated < slow.estimated or budget > 24
@@ -74,9 +74,9 @@ def test_what_is_ruled_out_quickly_would_not_have_fitted(budget):
 @pytest.mark.parametrize("profile", ["fsdp2", "deepspeed", "megatron", "hf"])
 def test_with_zero_3_ranks_of_fsdp_would_be_ranks_of_dp_by_another_name(profile):
     every = explorer(MODELS[0], TrainingWorkload(sequence=64, zero=3, profile=profile))
-    assert all(mesh.degree("fsdp") == 1 for mesh in list_meshes(8, every.law(), every.space()))
+    assert all(mesh.degree("fsdp") == 1 for mesh in list_meshes(8, every.law(), every.build_search_space()))
     other = explorer(MODELS[0], TrainingWorkload(sequence=64, zero=2, profile=profile))
-    assert any(mesh.degree("fsdp") > 1 for mesh in list_meshes(8, other.law(), other.space()))
+    assert any(mesh.degree("fsdp") > 1 for mesh in list_meshes(8, other.law(), other.build_search_space()))
     for pair in ({"dp": 4, "tp": 2}, {"dp": 8, "ep": 4, "etp": 1}):
         same = [Mesh.of(**pair), Mesh.of(fsdp=pair["dp"], **{k: v for k, v in pair.items() if k != "dp"})]
         found = [every.estimate(mesh, (every.about.inventory.layers,)).binding.total() for mesh in same]

@@ -52,7 +52,7 @@ def filled(composite: CompositeArray, values: dict[str, NDArray[np.int32]]) -> N
         Box.whole(composite.shape), DTYPE, Region("f", 0, compute_dense_strides(DTYPE, composite.shape)), "a"
     )
     for piece in composite.pieces:
-        chunk = piece.view.pull(stored, piece.box)
+        chunk = piece.view.map_chunk_part(stored, piece.box)
         assert chunk is not None
         assert chunk.box == piece.box
         assert isinstance(chunk.where, Region)
@@ -95,7 +95,7 @@ def expressions(draw: st.DrawFn) -> tuple[Both, dict[str, NDArray[np.int32]]]:
             one = Both(one.pieces.share(dim, which, 2), np.split(one.array, 2, dim)[which])
         elif operation == "permuted":
             axes = draw(st.permutations(range(ndim)))
-            one = Both(one.pieces.permuted(axes), one.array.transpose(axes))
+            one = Both(one.pieces.permute_dims(axes), one.array.transpose(axes))
         elif operation == "pad":
             more = draw(st.integers(1, 3))
             if draw(st.booleans()):
@@ -116,7 +116,7 @@ def test_pieces_are_what_numpy_makes_of_the_same_expression(case):
 
 def test_zeros_fill_what_is_padded_and_are_counted():
     values = tensors({"a": (5, 3)})
-    padded = leaf("a", values["a"]).pieces.padded(8)
+    padded = leaf("a", values["a"]).pieces.pad_rows(8)
     assert padded.padding == 9
     np.testing.assert_array_equal(filled(padded, values), np.pad(values["a"], ((0, 3), (0, 0))))
     first, second = padded.shares(0, 2)
@@ -128,7 +128,7 @@ def test_zeros_fill_what_is_padded_and_are_counted():
 
 def test_a_hole_is_a_mistake_and_never_padding():
     row = leaf("a", tensors({"a": (2, 3)})["a"]).pieces
-    holed = CompositeArray((5, 3), join_arrays([row.padded(3), row]).pieces)
+    holed = CompositeArray((5, 3), join_arrays([row.pad_rows(3), row]).pieces)
     with pytest.raises(ValueError, match="leave holes"):
         _ = holed.padding
 
@@ -148,8 +148,8 @@ def test_an_index_of_a_stack_is_the_array_that_was_stacked():
 
 def test_parts_that_take_turns_are_set_apart_and_stacked_again():
     values = tensors({"both": (3, 4, 6)})
-    whole = CompositeArray.whole("both", (3, 4, 6)).unfolded(2)
-    apart = whole.permuted((3, 0, 2, 1)).split()
+    whole = CompositeArray.whole("both", (3, 4, 6)).unfold_dim(2)
+    apart = whole.permute_dims((3, 0, 2, 1)).split()
     stacked = stack_arrays([each.at(0, expert) for expert in range(3) for each in apart])
     assert {piece.turns for piece in stacked.pieces} == {2}
     wanted = [values["both"][expert, :, part::2].T for expert in range(3) for part in range(2)]
@@ -167,4 +167,4 @@ def test_parts_that_would_not_be_equal_are_refused_by_name():
     with pytest.raises(PartitionError, match="no part 4:9"):
         whole.part(0, 4, 9)
     with pytest.raises(PartitionError, match="cannot be padded to 4"):
-        whole.padded(4)
+        whole.pad_rows(4)

@@ -172,7 +172,7 @@ class TestLoad:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
         cuda(GIB)
-        monkeypatch.setattr(loaded.HostStaging, "differing", short)
+        monkeypatch.setattr(loaded.HostStaging, "find_difference", short)
         code, out, err = say("verify", ranks, "--load", "cuda", "--against", source)
         assert code == 7
         assert "NOT OK" not in out

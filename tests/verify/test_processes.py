@@ -117,7 +117,7 @@ def test_a_rank_that_fails_ends_all_at_once_and_is_named(how, said):
 
 def cascade(rank: RankProcess) -> None:
     """A rank fails, and then the others because of it."""
-    rank.beat()
+    rank.report_heartbeat()
     while not all(rank.beats):
         time.sleep(0.001)
     time.sleep(0.05 * rank.number)
@@ -130,10 +130,10 @@ def test_of_several_that_raise_the_first_is_named():
 
 
 def hang(rank: RankProcess, who: int) -> None:
-    rank.beat()
+    rank.report_heartbeat()
     if rank.number == who:
         threading.Event().wait()
-    rank.beat()
+    rank.report_heartbeat()
     time.sleep(LONG)
 
 
@@ -157,7 +157,7 @@ def test_a_rank_that_is_busy_forever_is_ended_by_the_deadline():
 
 
 def spin_after_a_beat(rank: RankProcess) -> None:
-    rank.beat()
+    rank.report_heartbeat()
     spin(rank)
 
 
@@ -172,7 +172,7 @@ def slow(rank: RankProcess, steps: int, beat: bool) -> str:  # noqa: FBT001 - pi
     for _ in range(steps):
         time.sleep(0.1)
         if beat:
-            rank.beat()
+            rank.report_heartbeat()
     return "done"
 
 
@@ -247,7 +247,7 @@ def test_no_rank_outlives_a_parent_that_is_killed(tmp_path, start):
                 with open(f"{folder}/{rank.number}.pid", "w") as note:
                     note.write(str(os.getpid()))
                 while True:
-                    time.sleep(0.05); rank.beat()
+                    time.sleep(0.05); rank.report_heartbeat()
             if __name__ == "__main__":
                 run_ranks(functools.partial(wait, folder=sys.argv[1]), 2, start=sys.argv[2], preload=())
         """)

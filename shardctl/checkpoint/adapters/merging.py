@@ -134,7 +134,7 @@ class _AdapterMerge:
             source = ComputedSource(source, self.arrays, thread_bytes=thread_bytes, note="", others=others)
             self.arrays, self.layer = {}, "on its own copy, "
         for target in targets:
-            self._adapt(target)
+            self._replace_adapted_tensor(target)
         changed = {n: t for n, t in before.manifest.tensors.items() if self.tensors[n] is not t}
         warnings = self._find_gaps(changed, partial=partial)
         note = f"{len(changed):,} tensors have the adapter {self.label} merged into them ({adapter.settings.kind})"
@@ -268,7 +268,7 @@ class _AdapterMerge:
         self.arrays[path] = AdaptedRows(canonical, base.shape, ChunkIndex(cover_tensor(base)), view.index(), numbers)
         self.tensors[canonical] = _place(base, Region(path, 0, compute_dense_strides(base.dtype, base.shape)))
 
-    def _adapt(self, target: MergeTarget) -> None:
+    def _replace_adapted_tensor(self, target: MergeTarget) -> None:
         """Put a tensor, and a bias, in the place of what is adapted of them."""
         base = self.tensors[target.name]
         if any(self._is_computed(chunk) for chunk in base.chunks):

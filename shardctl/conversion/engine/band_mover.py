@@ -101,13 +101,13 @@ class BandMover:
         if where is None:
             sharer.forget()
         else:
-            sharer.follow(data, where.file, where.offset)
+            sharer.note_source_data(data, where.file, where.offset)
 
     def move_run(self, run: TensorRun, copies: Sequence[TensorCopy], source: ByteReader) -> list[DigestSums]:
         """Move small tensors, and return the sums of each; leaves the bytes written by file in `written`."""
         data, scratch = self._data, self._band.scratch
         if self._sharer is not None:
-            self._sharer.follow(data[: run.size], first_byte(copies[0].source)[0], run.offset)
+            self._sharer.note_source_data(data[: run.size], first_byte(copies[0].source)[0], run.offset)
         sums, self.written = move_run(run, copies, source, self._writer, data=data, scratch=scratch, turn=self._turn)
         return sums
 

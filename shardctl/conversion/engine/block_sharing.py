@@ -63,7 +63,7 @@ class BlockSharer:
         self._begin = self._end = 0
         self._shared = 0
 
-    def follow(self, data: NDArray[np.uint8], file: str, offset: int) -> None:
+    def note_source_data(self, data: NDArray[np.uint8], file: str, offset: int) -> None:
         """Note that `data` holds what a file of the source has at `offset`."""
         self._origin = self._folder / file, offset
         self._begin = data.__array_interface__["data"][0]

@@ -186,7 +186,7 @@ class BucketClaim:
         earlier = read_noted_plan(bucket)
         if earlier is None:
             claim = cls(bucket, {**terms, "replaces": replaces, **own}, run)
-            claim._create()
+            claim._create_plan_note()
             return claim
         before, there = earlier
         if "record" in before:
@@ -198,11 +198,11 @@ class BucketClaim:
         objects = bucket.objects()
         claim._replace(there)
         if not goes_on:
-            with claim.section({}):
+            with claim.hold_claim({}):
                 claim._remove_earlier(objects)
         return claim
 
-    def _create(self) -> None:
+    def _create_plan_note(self) -> None:
         """Note the plan where there is none; raises DestinationError if somebody was quicker."""
         bucket = self._bucket
         if not bucket.create(PLAN, json.dumps(self.plan).encode()):
@@ -246,20 +246,20 @@ class BucketClaim:
         return f"{_RUN_NOTE_PREFIX}{self._run}"
 
     @contextlib.contextmanager
-    def section(self, sent: Mapping[str, str]) -> Iterator[None]:
+    def hold_claim(self, sent: Mapping[str, str]) -> Iterator[None]:
         """Hold the place for a `with` block that writes; if it is lost, remove what this run `sent`, by ETag.
 
         Raises DestinationError if the place is lost before, or at the end.
         """
         try:
-            self._require()
+            self._require_claim()
             with self.writing():
-                self._require()
+                self._require_claim()
                 yield
                 if not self._ended:
-                    self._require()
+                    self._require_claim()
         except PlaceTakenError:
-            self._withdraw(sent)
+            self._remove_sent_objects(sent)
             raise
 
     @contextlib.contextmanager
@@ -287,7 +287,7 @@ class BucketClaim:
         return noted is not None
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
+    def watch_claim(self) -> Iterator[None]:
         """Stop what the bucket sends, for the length of a `with` block, as soon as the place is lost."""
         done = threading.Event()
 
@@ -306,7 +306,7 @@ class BucketClaim:
             done.set()
             watcher.join()
 
-    def _require(self) -> None:
+    def _require_claim(self) -> None:
         """Raise DestinationError if the place is another run's by now."""
         if noted_plan(self._bucket) != self.plan:
             self._ended = True
@@ -341,7 +341,7 @@ class BucketClaim:
             raise taken_by_another(self._bucket)
         self.plan = committed
 
-    def _withdraw(self, sent: Mapping[str, str]) -> None:
+    def _remove_sent_objects(self, sent: Mapping[str, str]) -> None:
         """Remove the objects that this run sent, with their ETags, but for those whose names belong to others now."""
         self._ended = True
         with contextlib.suppress(ShardctlError):  # that the place is lost is what the user must know

@@ -130,7 +130,7 @@ def execute_plan(
     try:
         run_in_threads(run.tasks(), run.worker, budget.threads, stop)
     finally:
-        run.settle()
+        run.flush_journal()
     run.prove()
     return run.outcome
 
@@ -184,7 +184,7 @@ class _CopyRun:
                 self._progress.advance(len(data))
         for path, missing in self._missing.items():
             if not missing:
-                self._complete(path)
+                self._complete_file(path)
         copies = ((copy, ChunkIndex(copy.reads)) for copy in self._plan.copies)
         self._provenance.expect((reads, each.box) for copy, reads in copies for each in self._portions_of(copy))
 
@@ -242,7 +242,7 @@ class _CopyRun:
                 entry, again = kept
                 if tracker is not None:
                     tracker.add_pieces(entry.crcs)
-                self._record(task, entry, hands.output_bytes(task), kept=True, again=again)
+                self._record_band(task, entry, hands.output_bytes(task), kept=True, again=again)
             else:
                 moved = hands.move(task, reader or self._source)
                 if self._take_overflow is not None:
@@ -250,7 +250,7 @@ class _CopyRun:
                 self._count_shared(hands.take_shared())
                 if reader is not None:
                     moved = moved._replace(crcs=reader.take_pieces())
-                self._record(task, moved, hands.written)
+                self._record_band(task, moved, hands.written)
 
         return handle
 
@@ -262,7 +262,7 @@ class _CopyRun:
         entry = self._journal.find(task.key) if self._journal else None
         if self._journal is None or entry is None:
             return None
-        if not self._provenance.believes(task.reads, task.box) or not hands.intact(task, entry.written):
+        if not self._provenance.trusts_band(task.reads, task.box) or not hands.intact(task, entry.written):
             return None
         files = {chunk.where.file for chunk in task.reads.within(task.box) if isinstance(chunk.where, Region)}
         touched = self._journal.predates_touch(task.key, files)
@@ -272,7 +272,7 @@ class _CopyRun:
         with self._lock:
             self.outcome.shared_bytes += nbytes
 
-    def _record(
+    def _record_band(
         self, task: BandTask, entry: JournalEntry, written: Counter[str], *, kept: bool = False, again: bool = False
     ) -> None:
         """Add a band's digests and bytes; sync and journal when enough has gathered.
@@ -292,7 +292,7 @@ class _CopyRun:
                 self.outcome.overflowed[name] = self.outcome.overflowed.get(name, 0) + entry.overflowed
             rows = [(task.key, entry)] if again or not kept else []
             done, batch = self._count_written(rows, written, kept=kept)
-        self._report(done, batch, written.total(), kept=kept)
+        self._report_progress(done, batch, written.total(), kept=kept)
         if entry.overflowed and self._refuse_overflow:
             raise build_overflow_error(name, entry.overflowed, task.copy.target.dtype)
 
@@ -307,7 +307,7 @@ class _CopyRun:
             self.outcome.source_sums.update(found)
             self.outcome.output_sums.update(found)
             done, batch = self._count_written(rows, written)
-        self._report(done, batch, written.total())
+        self._report_progress(done, batch, written.total())
 
     def _count_written(
         self, rows: list[tuple[Key, JournalEntry]], written: Counter[str], *, kept: bool = False
@@ -329,11 +329,11 @@ class _CopyRun:
         self._unsynced_bytes += written.total()
         return done, self._take() if self._unsynced_bytes >= SYNC_BYTES else ([], [])
 
-    def _report(self, done: list[str], batch: _Batch, nbytes: int, *, kept: bool = False) -> None:
+    def _report_progress(self, done: list[str], batch: _Batch, nbytes: int, *, kept: bool = False) -> None:
         self._progress.advance(nbytes, kept=kept)
-        self._settle(*batch)
+        self._commit_batch(*batch)
         for path in done:
-            self._complete(path)
+            self._complete_file(path)
 
     def _take(self) -> _Batch:
         rows, paths = self._unjournalled, sorted(self._unsynced)
@@ -342,34 +342,34 @@ class _CopyRun:
         self._provenance.close()
         return rows, paths
 
-    def _settle(self, rows: list[tuple[Key, JournalEntry]], paths: list[str]) -> None:
+    def _commit_batch(self, rows: list[tuple[Key, JournalEntry]], paths: list[str]) -> None:
         for path in paths:
-            self._sync(path)
+            self._sync_file(path)
         if not rows:
             return
         if self._journal:
             self._journal.append(rows)
         with self._lock:
             self._settling -= 1
-            proved = self._provenance.settled() if not self._settling else []
+            proved = self._provenance.list_hashed_files() if not self._settling else []
         if proved and self._journal:
             self._journal.append_proofs(proved)
 
-    def _complete(self, path: str) -> None:
-        self._sync(path)
+    def _complete_file(self, path: str) -> None:
+        self._sync_file(path)
         self._progress.file_done(path)
 
-    def _sync(self, path: str) -> None:
+    def _sync_file(self, path: str) -> None:
         try:
             self._target.sync(path)
         except BaseException:
             self._sync_failed = True  # a second fsync would report success over pages that are gone
             raise
 
-    def settle(self) -> None:
+    def flush_journal(self) -> None:
         """Sync and journal what is left, so that a run that failed can go on from here."""
         if not self._sync_failed:
-            self._settle(*self._take())
+            self._commit_batch(*self._take())
 
     def prove(self) -> None:
         """Count again: every byte of every file was written, and every element of every tensor seen."""

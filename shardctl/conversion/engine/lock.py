@@ -78,7 +78,7 @@ class DestinationLock:
 
     def _take(self, descriptor: int) -> bool:
         """Return whether the file is ours now; False if it is no longer the one that others see."""
-        alone = self._alone(descriptor)
+        alone = self._is_only_holder(descriptor)
         found = os.fstat(descriptor)
         try:
             named = self._path.lstat()
@@ -89,23 +89,23 @@ class DestinationLock:
         owner = _parse_owner(os.pread(descriptor, 4096, 0))
         replaced = self._run and owner.get("run") == self._run
         if owner and not replaced and not (alone and _is_of_this_kernel(owner)) and not is_process_gone(owner):
-            raise self._taken(owner)
+            raise self._build_lock_error(owner)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps({**describe_process(), "run": self._run}).encode(), 0)
         os.fsync(descriptor)
         return True
 
-    def _alone(self, descriptor: int) -> bool:
+    def _is_only_holder(self, descriptor: int) -> bool:
         """Return whether the kernel assures that no other process holds the file; False if it does not know."""
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise self._taken(_parse_owner(os.pread(descriptor, 4096, 0))) from None
+            raise self._build_lock_error(_parse_owner(os.pread(descriptor, 4096, 0))) from None
         except OSError:
             return False
         return True
 
-    def _taken(self, owner: Mapping[str, Any]) -> DestinationError:
+    def _build_lock_error(self, owner: Mapping[str, Any]) -> DestinationError:
         who = f"process {owner.get('pid', 'unknown')} on {owner.get('host', 'this host')}"
         return DestinationError(
             f"another run ({who}) is {self._purpose}", hint=f"wait for it; if it is gone, remove {self._path}"

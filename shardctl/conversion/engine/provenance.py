@@ -52,28 +52,28 @@ class Provenance:
         if not self._source.promised:
             return
         for reads, box in wanted:
-            self._missing.update(self._bytes(reads, box))
+            self._missing.update(self._count_read_bytes(reads, box))
         files = self._source.files()
         self._whole = frozenset(path for path, size in self._missing.items() if is_almost_all(size, files[path].size))
 
-    def _bytes(self, reads: ChunkIndex, box: Box) -> Counter[str]:
+    def _count_read_bytes(self, reads: ChunkIndex, box: Box) -> Counter[str]:
         found: Counter[str] = Counter()
         for chunk in reads.within(box):
             if not isinstance(chunk.where, ConstantFill) and chunk.where.file in self._source.promised:
                 found[chunk.where.file] += chunk.dtype.nbytes(chunk.box.shape)
         return found
 
-    def believes(self, reads: ChunkIndex, box: Box) -> bool:
+    def trusts_band(self, reads: ChunkIndex, box: Box) -> bool:
         """Return whether a band that an earlier run wrote came from files that it proved, or could not have."""
         if not self._whole or self._allow:
             return True
         proved = self._journal.proved if self._journal is not None else frozenset()
-        return proved >= self._bytes(reads, box).keys() & self._whole
+        return proved >= self._count_read_bytes(reads, box).keys() & self._whole
 
     def take(self, reads: ChunkIndex, box: Box, *, kept: bool) -> None:
         """Count a band that is done."""
         if self._whole:
-            found = self._bytes(reads, box)
+            found = self._count_read_bytes(reads, box)
             self._missing.subtract(found)
             if not kept:
                 self.moved |= found.keys() & self._whole
@@ -82,7 +82,7 @@ class Provenance:
         """Take note of the files of which every band is done; the caller is about to record the bands."""
         self._closed |= {path for path in self._whole - self._noted if not self._missing[path]}
 
-    def settled(self) -> list[str]:
+    def list_hashed_files(self) -> list[str]:
         """Return the closed files of which every byte was hashed, each said once.
 
         Their bands have all been recorded.

@@ -72,7 +72,7 @@ class BucketReplacement:
         for path in sorted(self.staged, key=lambda path: (path == _CONFIG_FILE, path)):
             waiting = objects.get(f"{NEW}{path}")
             if waiting is None:
-                raise self._lost(bucket, path)
+                raise self._build_lost_error(bucket, path)
             bucket.copy(f"{NEW}{path}", path, waiting)
         self._require_all(bucket)
         bucket.write(RECORD, self.record.encode())
@@ -82,10 +82,10 @@ class BucketReplacement:
         objects = bucket.objects()
         for path, size in self.staged.items():
             if path not in objects or objects[path].size != size:
-                raise self._lost(bucket, path)
+                raise self._build_lost_error(bucket, path)
 
     @staticmethod
-    def _lost(bucket: CloudBucket, path: str) -> DestinationError:
+    def _build_lost_error(bucket: CloudBucket, path: str) -> DestinationError:
         return DestinationError(
             f"{bucket.name}/{path} was removed by another program", hint=f"remove all that is in {bucket.name}"
         )

@@ -106,7 +106,7 @@ class PublicationNote:
             return (destination / RECORD).exists() and not (data / RECORD).exists()
         return (destination / RECORD).exists() and not data.exists()
 
-    def staged(self, data: Path) -> bool:
+    def is_staged_tree(self, data: Path) -> bool:
         """Return whether `data` is the tree of this note."""
         return data.exists() and data.stat().st_ino == self.inode
 
@@ -143,7 +143,7 @@ class StagingArea:
         self._lock.acquire(self._patience)
         try:
             with translate_os_errors(self.root, "recovering what an earlier run left in"):
-                self._recover()
+                self._recover_publication()
         except BaseException:
             self.__exit__()
             raise
@@ -153,10 +153,10 @@ class StagingArea:
         if self._lock.held:
             if not self.journal.exists() and not self._note.exists() and not self.shared:
                 with contextlib.suppress(OSError):
-                    self._remove(*self._trees())  # nothing goes on from a tree without a journal
-            self._leave()
+                    self._remove(*self._list_staged_trees())  # nothing goes on from a tree without a journal
+            self._release_lock()
 
-    def _leave(self) -> None:
+    def _release_lock(self) -> None:
         """Let go of the lock; the directory stays while there is anything in it."""
         self._lock.release()
         with contextlib.suppress(OSError):
@@ -185,9 +185,9 @@ class StagingArea:
             )
         if not keep:
             self.discard()
-        self.proceed(tree)
+        self.resume_tree(tree)
 
-    def proceed(self, tree: str) -> None:
+    def resume_tree(self, tree: str) -> None:
         """Go on with a tree as it is."""
         self._require_replaceable()
         self.data = self.root / tree
@@ -199,11 +199,13 @@ class StagingArea:
         with translate_os_errors(self.root, "emptying"):
             self.journal.unlink(missing_ok=True)
             remove_crew_files(self.root)
-            self._remove(*self._trees())
+            self._remove(*self._list_staged_trees())
 
     def require_space(self, nbytes: int) -> None:
         """Raise DestinationError if the file system cannot hold what is still to be written."""
-        have = sum(f.stat().st_blocks * 512 for tree in self._trees() for f in tree.rglob("*") if f.is_file())
+        have = sum(
+            f.stat().st_blocks * 512 for tree in self._list_staged_trees() for f in tree.rglob("*") if f.is_file()
+        )
         free = measure_free_space(find_existing_parent(self.root))
         if free is not None and free + have < nbytes:
             raise DestinationError(
@@ -243,18 +245,18 @@ class StagingArea:
             self._forget()
         except OSError as error:
             return (f"the result is complete, but {self.root} cannot be removed: {error.strerror}",)
-        self._leave()
+        self._release_lock()
         return ()
 
     def _forget(self) -> None:
         """Remove an earlier run; what tells a finished one from none goes last."""
-        self._remove(self._old, *self._trees())
+        self._remove(self._old, *self._list_staged_trees())
         self.journal.unlink(missing_ok=True)
         remove_crew_files(self.root)
         self._note.unlink(missing_ok=True)
         self.published = False
 
-    def _trees(self) -> list[Path]:
+    def _list_staged_trees(self) -> list[Path]:
         """Return what was staged, by whatever command.
 
         The old checkpoint is not ours to throw away before it is replaced.
@@ -299,7 +301,11 @@ class StagingArea:
             raise DestinationError(
                 f"{self.root} was not made by this user", hint="remove it, or choose another destination"
             )
-        foreign = [entry.name for entry in self._trees() if _STAGING_DIRECTORY_PATTERN.fullmatch(entry.name) is None]
+        foreign = [
+            entry.name
+            for entry in self._list_staged_trees()
+            if _STAGING_DIRECTORY_PATTERN.fullmatch(entry.name) is None
+        ]
         if foreign:
             raise DestinationError(
                 f"{self.root} holds directories that shardctl did not make, and which would be removed: "
@@ -357,7 +363,7 @@ class StagingArea:
                 (self.data / path).rename(target)
             sync_directory(target.parent)
 
-    def _recover(self) -> None:
+    def _recover_publication(self) -> None:
         """Find out how far the publication by an earlier run came, and undo half of one."""
         note = PublicationNote.read(self._note)
         if note is None:
@@ -370,7 +376,7 @@ class StagingArea:
         if not self.published:
             if note.way == "move":
                 _undo_partial_move(note.files, self.destination, self.data)
-            elif note.way == "exchange" and not note.staged(self.data):
+            elif note.way == "exchange" and not note.is_staged_tree(self.data):
                 self.discard()  # a file system without lasting inode numbers: this may be the old tree
             self._note.unlink()
 

@@ -124,7 +124,7 @@ class BucketUploads:
         part, etags = (parse_part(content, self._header) if content is not None else None) or (None, None)
         if part is None or etags is None:
             return None
-        objects = {path: self._bucket.head(self._at(path)) for path in part.files}
+        objects = {path: self._bucket.head(self._locate_staged_object(path)) for path in part.files}
         if any(there is None or there.etag != etags[path] for path, there in objects.items()):
             return None
         self._etags |= etags
@@ -132,17 +132,17 @@ class BucketUploads:
 
     def upload(self, number: int, part: WorkerPart, tree: Path) -> WorkerPart:
         """Write the objects of a group, and note it; raises DestinationError if another command has taken the place."""
-        with self._claim.section(self._sent), self._claim.watching():
+        with self._claim.hold_claim(self._sent), self._claim.watch_claim():
             for path, size in part.files.items():
-                self._etags[path] = self._sent[self._at(path)] = self._bucket.upload(
-                    self._at(path), tree / path, size
+                self._etags[path] = self._sent[self._locate_staged_object(path)] = self._bucket.upload(
+                    self._locate_staged_object(path), tree / path, size
                 ).etag
             self._write_note(number, part)
         return part
 
     def note_group(self, number: int, part: WorkerPart) -> None:
         """Note again that the objects of a group are there."""
-        with self._claim.section(self._sent):
+        with self._claim.hold_claim(self._sent):
             self._write_note(number, part)
 
     def _write_note(self, number: int, part: WorkerPart) -> None:
@@ -152,14 +152,16 @@ class BucketUploads:
 
     def write(self, path: str, content: bytes) -> None:
         """Write a small file of the result."""
-        with self._claim.section(self._sent):
-            self._sent[self._at(path)] = self._bucket.write(self._at(path), content).etag
+        with self._claim.hold_claim(self._sent):
+            self._sent[self._locate_staged_object(path)] = self._bucket.write(
+                self._locate_staged_object(path), content
+            ).etag
 
     def note_worker(self, worker: WorkerId, part: WorkerPart, frame: Mapping[str, Any] | None) -> None:
         """Note that a worker is done: all that it wrote, and the frame of the record from the one that has it."""
         etags = {path: self._etags[path] for path in part.files}
         content = encode_part(part, {**self._header, "worker": worker.number}, {"etags": etags, "frame": frame})
-        with self._claim.section(self._sent):
+        with self._claim.hold_claim(self._sent):
             self._sent[_format_done_path(worker)] = self._bucket.write(_format_done_path(worker), content).etag
 
     def worker_done(
@@ -177,7 +179,7 @@ class BucketUploads:
         if part is None or more is None:
             return None
         for path, etag in more["etags"].items():
-            there = objects.get(self._at(path))
+            there = objects.get(self._locate_staged_object(path))
             if there is None or there.etag != etag:
                 return None
         self._etags |= more["etags"]
@@ -201,7 +203,7 @@ class BucketUploads:
         if self._worker is not None:
             self.forget_worker(self._worker)
             return
-        with contextlib.suppress(PlaceTakenError), self._claim.section(self._sent):
+        with contextlib.suppress(PlaceTakenError), self._claim.hold_claim(self._sent):
             objects = self._bucket.objects()
             if not self.replacing:
                 self._bucket.delete([path for path in self.plan["files"] if path in objects])
@@ -210,13 +212,13 @@ class BucketUploads:
     def publish(self, record: bytes, sizes: Mapping[str, int]) -> None:
         """Write the record, if everything it speaks of is there and nothing of other runs is, and remove the notes."""
         self._claim.wait_for_others()
-        with self._claim.section(self._sent):
+        with self._claim.hold_claim(self._sent):
             there = self._bucket.objects()
             for path, size in sizes.items():
-                etag, found = self._etags.get(path), there.get(self._at(path))
+                etag, found = self._etags.get(path), there.get(self._locate_staged_object(path))
                 if found is None or found.size != size or etag not in {None, found.etag}:
                     raise changed_by_another(self._bucket, path)
-            self._remove_strays(there, {*map(self._at, sizes), *sizes})
+            self._remove_strays(there, {*map(self._locate_staged_object, sizes), *sizes})
             self._claim.commit(record)
             write_record(self._bucket, self.plan)
             self._claim.end(self._bucket.objects())
@@ -232,7 +234,7 @@ class BucketUploads:
         """Remove the notes of a result that is published."""
         self._claim.end(self._bucket.objects())
 
-    def _at(self, path: str) -> str:
+    def _locate_staged_object(self, path: str) -> str:
         """Return the key of a file of the result until it is published."""
         return locate_object(self.plan, path)
 

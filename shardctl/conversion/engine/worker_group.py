@@ -77,13 +77,13 @@ class WorkerGroup:
         elif found != wanted:
             raise other_plan(found, wanted, str(staging.destination), f"remove {staging.root}")
         else:
-            staging.proceed(tree)
+            staging.resume_tree(tree)
 
     def lock(self, worker: WorkerId, run: str = "") -> DestinationLock:
         """Return the lock of a worker, held for as long as it works."""
         return DestinationLock(self._path(worker, "lock"), f"writing part {worker} of {self._staging.destination}", run)
 
-    def journal(self, worker: WorkerId) -> Path:
+    def locate_journal(self, worker: WorkerId) -> Path:
         """Return where a worker notes what it has done so far."""
         return self._path(worker, "journal")
 
@@ -115,7 +115,7 @@ class WorkerGroup:
         """Let a worker start anew."""
         with translate_os_errors(self._staging.root, "emptying"):
             self._path(worker, "part").unlink(missing_ok=True)
-            self.journal(worker).unlink(missing_ok=True)
+            self.locate_journal(worker).unlink(missing_ok=True)
 
     def require_rest(self, count: int) -> None:
         """Raise DestinationError if any worker is at work."""

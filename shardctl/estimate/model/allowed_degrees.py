@@ -79,7 +79,7 @@ class AllowedDegrees:
         """By axis what must be divided exactly."""
         return list_sections(kind.spec for kind in self.kinds)
 
-    def allows(self, axis: str, degree: int) -> bool:
+    def allows_degree(self, axis: str, degree: int) -> bool:
         """Return whether the axis can have the degree."""
         if axis in self.inventory.unknown:
             return degree == 1
@@ -92,17 +92,19 @@ class AllowedDegrees:
 
     def degrees(self, axis: str, most: int) -> tuple[int, ...]:
         """Return the degrees up to `most` that work, in order."""
-        return tuple(degree for degree in range(1, most + 1) if self.allows(axis, degree))
+        return tuple(degree for degree in range(1, most + 1) if self.allows_degree(axis, degree))
 
     def refuse(self, mesh: Mesh) -> MeshRefusal | None:
         """Return why the mesh is not possible, or None if it is."""
         for axis in (*AXES, *EXPERT_AXES):
             degree = mesh.degree(axis)
-            if not self.allows(axis, degree):
-                return MeshRefusal(axis, degree, self._reason(axis, degree), self.degrees(axis, min(2 * degree, MOST)))
+            if not self.allows_degree(axis, degree):
+                return MeshRefusal(
+                    axis, degree, self._explain_degree(axis, degree), self.degrees(axis, min(2 * degree, MOST))
+                )
         return None
 
-    def _reason(self, axis: str, degree: int) -> str:
+    def _explain_degree(self, axis: str, degree: int) -> str:
         if axis in self.inventory.unknown:
             return f"no table or rule says how {axis} cuts this model"
         if axis == "pp":

@@ -84,7 +84,7 @@ class HeaviestRanks:
             return self.known[key]
         stage_of = [stage for stage, span in enumerate(spans) for _ in span]
         held: list[list[HeldPart]] = [[] for _ in spans]
-        for layer, part in self._all(mesh, sizes, first, spans[-1].stop):
+        for layer, part in self._list_parts(mesh, sizes, first, spans[-1].stop):
             if layer is not None:
                 held[stage_of[layer]].append(part)
                 continue
@@ -94,7 +94,7 @@ class HeaviestRanks:
         self.known[key] = tuple(map(tuple, held))
         return self.known[key]
 
-    def _all(
+    def _list_parts(
         self, mesh: Mesh, sizes: tuple[tuple[int, int], ...], first: Mapping[str, int], stop: int
     ) -> tuple[tuple[int | None, HeldPart], ...]:
         """Return the parts of all kinds of which there is anything outside of layers, or in those before `stop`."""

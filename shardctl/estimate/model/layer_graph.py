@@ -330,9 +330,9 @@ class _LayerGraphReader:
         classes = self.family.classes.values()
         every = {part.removesuffix("?") for one in classes for part in one.parts.split()}
         # Blocks of codes are the same matrices in other shapes.
-        self.facts = self.facts.also(flags={**dict.fromkeys(every, False), **dict.fromkeys(self.parts, True)})
+        self.facts = self.facts.extend_dims(flags={**dict.fromkeys(every, False), **dict.fromkeys(self.parts, True)})
         if "mxfp4" in self.facts.flags:
-            self.facts = self.facts.also(flags={"mxfp4": False})
+            self.facts = self.facts.extend_dims(flags={"mxfp4": False})
         for row in (*self.family.rows, *self.family.weightless):
             first = next(iter(INDEX.findall(row.name)), "")
             if not first or row.optional or row.buffer or self.facts.indices[first].layer is None:
@@ -401,7 +401,7 @@ class _LayerGraphReader:
             raise UnsupportedError(f"what the layers of {self.family.name} do besides their MLP is not known")
         experts = None
         if named.has("effn"):
-            config = self.config.called({"experts_per_token": "num_experts_per_tok"})
+            config = self.config.alias_keys({"experts_per_token": "num_experts_per_tok"})
             shared = named.size("sffn") if named.has("sffn") else 0
             if self.traits.experts_per_token is None and config.values.get("num_experts_per_tok") is None:
                 raise UnsupportedError("config.json does not say how many experts a token goes to", hint=_WEIGHTS_ONLY)
@@ -428,14 +428,14 @@ class _LayerGraphReader:
             state=state,
             past=named.size("streams") * named.size("padding") if named.has("ngram_window") else 0,
             mlp=named.size(mlp) if mlp else 0,
-            gated=bool(widest) and named.matrices(widest) == _WITH_GATE,
+            gated=bool(widest) and named.count_matrices(widest) == _WITH_GATE,
             experts=experts,
             norms=sum(self.count_copies(row) for row in whole),
             head_norm=self.norm_kind(within, rows) if within else None,
             head_norm_whole=any(row.dims in {"q", "kv", "all_q", "all_kv", "q_norm", "kv_norm"} for row in within),
             # Towers and encoders by themselves have no class that generates.
             encoder=index == "encoder" or not any("lm" in one.parts.split() for one in self.family.classes.values()),
-            wide=self.config.switch(self.traits.fp32_sums[0], default=self.traits.fp32_sums[1]),
+            wide=self.config.read_flag(self.traits.fp32_sums[0], default=self.traits.fp32_sums[1]),
             readers=_count_readers(named, rows, self.family.fused)
             - bool(attention) * (1 + attention.cross if attention else 0)
             - bool(mlp or named.has("sffn")),

@@ -67,11 +67,11 @@ class RankShards:
 
     def elements(self, *, expert: bool | None = None, trainable: bool | None = None) -> int:
         """Return elements kept; of experts only, of all else only, or of both."""
-        return sum(part.count * part.elements for part in self._some(expert=expert, trainable=trainable))
+        return sum(part.count * part.elements for part in self._select_parts(expert=expert, trainable=trainable))
 
     def gathered(self, *, expert: bool | None = None, trainable: bool | None = None) -> int:
         """Return elements computed with, before fsdp shares them."""
-        return sum(part.count * part.gathered for part in self._some(expert=expert, trainable=trainable))
+        return sum(part.count * part.gathered for part in self._select_parts(expert=expert, trainable=trainable))
 
     def units(self) -> Mapping[int | None, tuple[HeldPart, ...]]:
         """Group parts by what FSDP gathers together: by layer, and under None the root (embedding, last norm, head)."""
@@ -100,7 +100,7 @@ class RankShards:
                 found[key] = part, [part.count]
         return tuple(HeldPart(part.kind, sum(counts), part.gathered, part.elements) for part, counts in found.values())
 
-    def _some(self, *, expert: bool | None, trainable: bool | None) -> Iterator[HeldPart]:
+    def _select_parts(self, *, expert: bool | None, trainable: bool | None) -> Iterator[HeldPart]:
         for part in self.parts:
             of_expert, learns = part.kind.spec.of_expert, part.kind.trainable
             if expert in {None, of_expert} and trainable in {None, learns}:

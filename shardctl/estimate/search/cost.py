@@ -191,14 +191,15 @@ class _StagePacer:
         shares.append(TimeShare(_EXPERT_MEMORY, experts * times, formula, round(moved * times)))
         compute += experts
         sent = list_traffic(self.anatomy, holding, mesh, work)
-        shares += self.exposed(sent, compute, times)
+        shares += self.compute_exposed_traffic(sent, compute, times)
         waits = compute_bubble(mesh.degree("pp"), times, work.schedule, work.virtual_stages)
         shares.append(TimeShare("bubble", waits * _sum_seconds(shares), "(p-1)/(m v) of compute and traffic within"))
         ends = [t for t in sent if t.hidden and t.times == 1 < times]
-        shares += self.excess(ends, 2 / 3 * compute, 1)
+        shares += self.compute_excess(ends, 2 / 3 * compute, 1)
         plan = choose_scheme(mesh, work)
         updated = sum(
-            holding.elements(expert=expert, trainable=True) // (plan.among(expert=expert) if work.zero else 1)
+            holding.elements(expert=expert, trainable=True)
+            // (plan.count_sharing_ranks(expert=expert) if work.zero else 1)
             for expert in (False, True)
         )
         if plan.offloaded:
@@ -247,17 +248,17 @@ class _StagePacer:
         weights = _UPDATED_GRADIENT * holding.gathered(expert=True, trainable=True)
         return moved * passes * BY_NAME[work.dtype].unit_bytes + weights
 
-    def exposed(self, sent: Sequence[RankTraffic], compute: float, times: int) -> list[TimeShare]:
+    def compute_exposed_traffic(self, sent: Sequence[RankTraffic], compute: float, times: int) -> list[TimeShare]:
         """Return the traffic of all microbatches that computation does not hide."""
         within = [t for t in sent if t.hidden and t.times == times]
-        return [self.timed(t) for t in sent if not t.hidden] + self.excess(within, compute, times)
+        return [self.timed(t) for t in sent if not t.hidden] + self.compute_excess(within, compute, times)
 
     def timed(self, one: RankTraffic) -> TimeShare:
         """Return traffic that nothing hides."""
         where = _name_link(self.far(one))
         return TimeShare(one.name, self.seconds(one), f"{where}: bytes / bandwidth + messages * latency", one.nbytes)
 
-    def excess(self, sent: Iterable[RankTraffic], behind: float, times: int) -> list[TimeShare]:
+    def compute_excess(self, sent: Iterable[RankTraffic], behind: float, times: int) -> list[TimeShare]:
         """Return what `behind` seconds in each of `times` microbatches do not hide, each in proportion."""
         each = [(t, self.seconds(t)) for t in sent]
         whole = sum(seconds for _, seconds in each)

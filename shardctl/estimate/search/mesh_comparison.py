@@ -408,7 +408,7 @@ def _list_degrees(
     if axis not in space.axes:
         return [1]
     top = min(number, most or number)
-    return [degree for degree in range(1, top + 1) if number % degree == 0 and law.allows(axis, degree)]
+    return [degree for degree in range(1, top + 1) if number % degree == 0 and law.allows_degree(axis, degree)]
 
 
 def _find_largest_cp(law: AllowedDegrees) -> int:
@@ -429,11 +429,13 @@ def _list_expert_degrees(stage: dict[str, int], law: AllowedDegrees, space: Sear
     """List pairs of ep and etp."""
     tp, ranks = stage["tp"], prod(stage.values()) // stage["pp"]
     # Cut as all else is, if the experts allow it.
-    found = [(1, tp)] if law.allows("etp", tp) else []
+    found = [(1, tp)] if law.allows_degree("etp", tp) else []
     if "ep" in space.axes and "ep" in law.axes:
         for etp in sorted({1, tp}):
-            if law.allows("etp", etp):
-                possible = [ep for ep in range(2, ranks // etp + 1) if ranks % (ep * etp) == 0 and law.allows("ep", ep)]
+            if law.allows_degree("etp", etp):
+                possible = [
+                    ep for ep in range(2, ranks // etp + 1) if ranks % (ep * etp) == 0 and law.allows_degree("ep", ep)
+                ]
                 usual = (tp // etp, min(space.per_node, ranks) // etp, max(possible, default=1))
                 found += [(ep, etp) for ep in usual if ep in possible]
     return sorted(set(found)) or [(1, 1)]
@@ -448,7 +450,7 @@ def _list_refusals(devices: int, law: AllowedDegrees, space: SearchSpace) -> Ite
             if axis == "tp" and degree > space.per_node:
                 reason = f"tp={degree} would leave the node of {space.per_node} devices"
                 yield MeshRejection(f"tp={degree}", "node", reason)
-            elif not law.allows(axis, degree):
+            elif not law.allows_degree(axis, degree):
                 refusal = law.refuse(build_single_axis_mesh(axis, degree))
                 if refusal is not None:
                     yield MeshRejection(f"{axis}={degree}", "illegal", str(refusal))

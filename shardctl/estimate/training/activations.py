@@ -170,8 +170,8 @@ class RankActivations:
         self.trained = find_trained_weights(anatomy.layers, self.numbers, holding.parts, wide_router=wide_router)
         self.kinds = self._list_kinds()
         self.kind_of = {number: kind for kind in self.kinds for number in kind.numbers}
-        self.head = self._head() if self.last and anatomy.generates else ByteAmount()
-        self.embedding = self._embedding() if self.first else ByteAmount()
+        self.head = self._compute_head_bytes() if self.last and anatomy.generates else ByteAmount()
+        self.embedding = self._compute_embedding_bytes() if self.first else ByteAmount()
         self.predicting = self._build_predicting_amount() if self.last and anatomy.predicting else ByteAmount()
 
     def _build_predicting_amount(self) -> ByteAmount:
@@ -201,7 +201,7 @@ class RankActivations:
             recompute: Recompute = "none" if place % self.work.recompute_every else self.work.recompute
             trained = self.trained.get(number, ALL_TRAINED)
             alike.setdefault((self.anatomy.layers[number], recompute, trained), []).append(number)
-        return [self._alike(*kind, numbers) for kind, numbers in alike.items()]
+        return [self._measure_identical_layers(*kind, numbers) for kind, numbers in alike.items()]
 
     def list_moments(self, flights: float | None = None) -> Iterator[BackwardEvent]:
         """Yield the moments of a backward pass in the order of time, with as many in `flights` as can be."""
@@ -210,7 +210,7 @@ class RankActivations:
         if self.last and self.anatomy.generates:
             sizes = self._compute_head_sizes()
             for moment, with_head in ((self.runtime.loss, True), (self.runtime.norm, False)):
-                amount = self._amount(moment.alive, sizes, self.flags)
+                amount = self._sum_tensor_bytes(moment.alive, sizes, self.flags)
                 yield BackwardEvent(moment.name, None, stop, amount, with_head, flights)
         for number in reversed(self.numbers):
             name, amount = self.kind_of[number].worst
@@ -220,7 +220,7 @@ class RankActivations:
         """Build the moment in which the loss is computed; an encoder alone has no logits."""
         moment, alive = self.runtime.forward_end, ByteAmount()
         if self.last and self.anatomy.generates:
-            alive = self._amount(moment.alive, self._compute_head_sizes(), self.flags)
+            alive = self._sum_tensor_bytes(moment.alive, self._compute_head_sizes(), self.flags)
         return BackwardEvent(moment.name, None, self.numbers.stop, alive, with_head=True, flights=flights)
 
     def count_kept(self, moment: BackwardEvent) -> float:
@@ -268,7 +268,7 @@ class RankActivations:
 
     def _build_hole(self, name: str, tensor: SavedActivation, source: str) -> MemoryTerm:
         """Build the term of what a tensor of the head leaves free, into which nothing fits that comes after it."""
-        hole = self._amount((tensor,), self._compute_head_sizes(), self.flags)
+        hole = self._sum_tensor_bytes((tensor,), self._compute_head_sizes(), self.flags)
         return MemoryTerm(
             name,
             "runtime",
@@ -289,12 +289,14 @@ class RankActivations:
             for name, amount in kind.kept.items() if times else ():
                 kept[name] = kept.get(name, ByteAmount()) + amount.times(times)
         for name, amount in kept.items():
-            yield from self._term(
+            yield from self._build_term(
                 name, amount, moment.flights if whole else 1, skewed=name == _ACTIVATION_GROUP_LABELS["experts"]
             )
-        yield from self._term("dropout mask of the embedding", self.embedding, moment.flights)
-        yield from self._term("kept by the head and the loss", self.head, self.losses - (not moment.with_head))
-        yield from self._term("kept by multi-token prediction layers", self.predicting, self._count_predicting(moment))
+        yield from self._build_term("dropout mask of the embedding", self.embedding, moment.flights)
+        yield from self._build_term("kept by the head and the loss", self.head, self.losses - (not moment.with_head))
+        yield from self._build_term(
+            "kept by multi-token prediction layers", self.predicting, self._count_predicting(moment)
+        )
         if moment.besides.nbytes > 0:
             yield self._made(
                 f"alive in the {moment.name}",
@@ -305,7 +307,7 @@ class RankActivations:
                 skewed="experts" in moment.name,
             )
 
-    def _alike(
+    def _measure_identical_layers(
         self, layer: ModelLayer, recompute: Recompute, trained: TrainedWeights, numbers: Sequence[int]
     ) -> _AlikeLayers:
         """Return what all layers like `layer` keep, and what is alive in the moments of the backward pass of one."""
@@ -335,9 +337,9 @@ class RankActivations:
         moments = [("backward pass of a layer", again + late)]
         behind = " of a layer computed again" if self._is_whole_layer(recompute) else ""
         for moment in filter(lambda one: flags.issuperset(one.when), self.runtime.layer):
-            alive = self._amount(moment.alive, sizes, flags)
+            alive = self._sum_tensor_bytes(moment.alive, sizes, flags)
             for group in moment.gone:
-                alive += self._amount(self.runtime.kept[group], sizes, flags).without()
+                alive += self._sum_tensor_bytes(self.runtime.kept[group], sizes, flags).without()
             if alive.nbytes > 0:
                 moments.append((moment.name + behind, again + alive))
         return _AlikeLayers(tuple(numbers), kept, max(moments, key=lambda one: one[1].nbytes))
@@ -366,21 +368,21 @@ class RankActivations:
             name, some, shared = "inputs of layers", runtime.checkpoint, runtime.shared
             if recompute == "selective":
                 name, some, shared = "results of selected operations", runtime.selected, runtime.selected_shared
-            again = further + self._amount(shared, sizes, flags).without()
+            again = further + self._sum_tensor_bytes(shared, sizes, flags).without()
             for tensors in groups.values():
-                again += self._amount(tensors, sizes, flags)
+                again += self._sum_tensor_bytes(tensors, sizes, flags)
             if self.work.offload_checkpoints:  # one input is fetched, and the next is on its way
-                fetched = self._amount(some, sizes, flags)
+                fetched = self._sum_tensor_bytes(some, sizes, flags)
                 return {name: ByteAmount()}, again + fetched.times(2)
-            return {name: self._amount(some, sizes, flags)}, again
+            return {name: self._sum_tensor_bytes(some, sizes, flags)}, again
         selective = recompute == "selective" and "core_attn" in self.work.recompute_modules
         kept = {
-            _ACTIVATION_GROUP_LABELS[g]: self._amount(groups.get(g, ()), sizes, flags, core=not selective)
+            _ACTIVATION_GROUP_LABELS[g]: self._sum_tensor_bytes(groups.get(g, ()), sizes, flags, core=not selective)
             for g in GROUPS
         }
         kept[_ACTIVATION_GROUP_LABELS["further"]] += further
         core = [saved for g in groups.values() for saved in g if saved.core] if selective else []
-        return kept, self._amount(core, sizes, flags)
+        return kept, self._sum_tensor_bytes(core, sizes, flags)
 
     def _count_modules(
         self, layer: ModelLayer, sizes: Mapping[Size, float], flags: frozenset[Flag]
@@ -401,25 +403,25 @@ class RankActivations:
                     if names is not None and saved not in gone and (not names or saved.name in names)
                 ]
                 gone.update(whole)
-                amount = self._amount((*whole, *checkpoint.partly.get(group, ())), sizes, flags)
+                amount = self._sum_tensor_bytes((*whole, *checkpoint.partly.get(group, ())), sizes, flags)
                 less[_ACTIVATION_GROUP_LABELS[group]] = (
                     less.get(_ACTIVATION_GROUP_LABELS[group], ByteAmount()) + amount.without()
                 )
                 again[group == "attention"] += amount.times(2 if checkpoint.frees_output else 1)
-            more = self._amount(checkpoint.instead, sizes, flags)
+            more = self._sum_tensor_bytes(checkpoint.instead, sizes, flags)
             less[_ACTIVATION_GROUP_LABELS["attention"]] = (
                 less.get(_ACTIVATION_GROUP_LABELS["attention"], ByteAmount()) + more
             )
         return less, again[False], again[True]
 
-    def _head(self) -> ByteAmount:
+    def _compute_head_bytes(self) -> ByteAmount:
         sizes = self._compute_head_sizes()
         flags: frozenset[Flag] = self.flags | {"wide products"}
         if all(kind.trainable for kind in self.ends if not kind.matrix):
             flags |= {"norms trained"}
         if "frozen head" in flags:
             sizes = {**sizes, "inputs": 0}
-        return self._amount((*self.runtime.kept["norms"], *self.runtime.head), sizes, flags)
+        return self._sum_tensor_bytes((*self.runtime.kept["norms"], *self.runtime.head), sizes, flags)
 
     def _compute_head_sizes(self) -> Mapping[Size, float]:
         hidden, vocabulary = self.anatomy.hidden, self.anatomy.vocabulary
@@ -427,13 +429,13 @@ class RankActivations:
         chunk = count_chunk_tokens(self.work, batch=batch, queries=queries, hidden=hidden, vocabulary=vocabulary)
         return compute_head_sizes(hidden, vocabulary, self.share, chunk)
 
-    def _embedding(self) -> ByteAmount:
+    def _compute_embedding_bytes(self) -> ByteAmount:
         sizes = compute_head_sizes(
             self.anatomy.layers[0].hidden if self.anatomy.layers else self.anatomy.hidden, 0, self.share
         )
-        return self._amount(self.runtime.embedding, sizes, self.flags)
+        return self._sum_tensor_bytes(self.runtime.embedding, sizes, self.flags)
 
-    def _amount(
+    def _sum_tensor_bytes(
         self,
         tensors: Iterable[SavedActivation],
         sizes: Mapping[Size, float],
@@ -453,7 +455,9 @@ class RankActivations:
                 found[name, count / parts] = found.get((name, count / parts), 0) + width
         return ByteAmount(tuple((name, width, count) for (name, count), width in found.items()))
 
-    def _term(self, name: str, amount: ByteAmount, factor: float, *, skewed: bool = False) -> Iterator[MemoryTerm]:
+    def _build_term(
+        self, name: str, amount: ByteAmount, factor: float, *, skewed: bool = False
+    ) -> Iterator[MemoryTerm]:
         """Yield a term of what `factor` microbatches keep, if anything."""
         if not amount.nbytes or not factor:
             return

@@ -230,7 +230,7 @@ class _ActivationSender:
         yield from self.over_ep()
         yield from self.over_cp()
 
-    def traffic(
+    def compute_traffic(
         self,
         name: str,
         axis: str,
@@ -275,7 +275,7 @@ class _ActivationSender:
         count = sum(count for _, count in sums)
         kinds: tuple[Collective, ...] = ("all-gather", "reduce-scatter") if self.scattered else ("all-reduce",)
         for kind in kinds:
-            yield self.traffic(
+            yield self.compute_traffic(
                 "activations between tp ranks",
                 "tp",
                 kind,
@@ -286,7 +286,7 @@ class _ActivationSender:
             )
         if not self.backward and self.last and self.anatomy.generates:
             logits = self.tokens * self.anatomy.vocabulary * self.width
-            yield self.traffic(
+            yield self.compute_traffic(
                 "logits",
                 "tp",
                 "all-gather",
@@ -317,7 +317,7 @@ class _ActivationSender:
             return
         shared = self.mesh.degree("tp") if self.scattered else 1
         nbytes = (ahead + back) * self.tokens * self.layers[-1].hidden * self.width / shared
-        yield self.traffic(
+        yield self.compute_traffic(
             "activations between stages",
             "pp",
             "send",
@@ -339,7 +339,7 @@ class _ActivationSender:
         )
         count = 2 * (self.forward + self.backward) * sum(1 for layer in self.layers if layer.experts)
         passes = self.forward + self.backward
-        yield self.traffic(
+        yield self.compute_traffic(
             "tokens to experts and back",
             "ep",
             "all-to-all",
@@ -351,7 +351,7 @@ class _ActivationSender:
         )
         shared: tuple[Collective, ...] = ("all-gather", "reduce-scatter")
         for kind in shared:
-            yield self.traffic(
+            yield self.compute_traffic(
                 "tokens of one expert",
                 "etp",
                 kind,
@@ -366,7 +366,7 @@ class _ActivationSender:
         ranks, tp = self.mesh.degree("cp"), self.mesh.degree("tp")
         wide = sum(-(-a.kv_heads // tp) * (a.head_dim + a.value_dim) for layer in self.layers if (a := layer.attention))
         rounds = self.forward + 2 * self.backward
-        yield self.traffic(
+        yield self.compute_traffic(
             "keys and values",
             "cp",
             "send",

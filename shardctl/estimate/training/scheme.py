@@ -87,7 +87,7 @@ class TrainingScheme:
         """Whether the optimizer works on the host."""
         return self.states != "device"
 
-    def among(self, *, expert: bool) -> int:
+    def count_sharing_ranks(self, *, expert: bool) -> int:
         """Return ranks that share by `zero`."""
         return self.expert_sharers if expert else self.sharers
 

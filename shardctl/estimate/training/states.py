@@ -122,7 +122,7 @@ def _refuse_untrainable(holding: RankShards) -> None:
 def _build_trained_part(part: HeldPart, mesh: Mesh, at: Mapping[str, int], plan: TrainingScheme) -> TrainedPart:
     spec, shape = part.kind.spec, part.kind.shape
     place = tuple((axis, at[axis]) for axis in spec.axes)
-    among = plan.among(expert=spec.of_expert)
+    among = plan.count_sharing_ranks(expert=spec.of_expert)
     if plan.flat:
         return TrainedPart(part, part.elements, ceil(part.elements / among), ())
     kept = _compute_extents(shape, spec.cuts, mesh, place, together=False)
@@ -185,7 +185,7 @@ def _group_trained(trained: Sequence[TrainedPart], plan: TrainingScheme) -> tupl
 
 def _build_group(expert: bool, hidden: bool, some: Sequence[TrainedPart], plan: TrainingScheme) -> StateGroup:  # noqa: FBT001 - a key's parts
     whole = sum(each.part.count * each.stored for each in some)
-    ranks = plan.among(expert=expert)
+    ranks = plan.count_sharing_ranks(expert=expert)
     if not plan.flat:
         return StateGroup(expert, hidden, whole, whole)
     if plan.runtime == "buffers":
@@ -202,7 +202,7 @@ def _list_weight_terms(
     holding: RankShards, groups: Sequence[StateGroup], mesh: Mesh, plan: TrainingScheme
 ) -> Iterator[MemoryTerm]:
     if plan.runtime == "partitions" and plan.zero in {1, 2}:  # one buffer of all partitions, padding included
-        groups = [replace(g, whole=g.shared * plan.among(expert=g.expert)) for g in groups]
+        groups = [replace(g, whole=g.shared * plan.count_sharing_ranks(expert=g.expert)) for g in groups]
     yield _build_state_term(
         f"{plan.resident} weights", "weights", plan.resident, groups, plan, plan.parameters, shared_from=3
     )
@@ -288,7 +288,7 @@ def _list_optimizer_terms(
             )
             for t in trained
         ]
-    spare = ceil(sum(g.spare / plan.among(expert=g.expert) for g in groups))
+    spare = ceil(sum(g.spare / plan.count_sharing_ranks(expert=g.expert) for g in groups))
     for slot in plan.optimizer.slots:
         dtype = BY_NAME[slot.dtype] if slot.dtype else F32 if plan.master else plan.resident
         nbytes = dtype.nbytes((sum(count * slot.elements(one) for count, one in seen),))
@@ -314,7 +314,7 @@ def _spread_group(
     for each in (t for t in trained if t.part.kind.spec.of_expert == group.expert):
         for block, count in count_blocks(each.kept).items():
             blocks[block] += each.part.count * count
-    loads, ranks = spread_blocks(tuple(blocks.items()), plan.among(expert=group.expert))
+    loads, ranks = spread_blocks(tuple(blocks.items()), plan.count_sharing_ranks(expert=group.expert))
     found = [OptimizedTensor((0,), 0, hidden=False, blocks=tuple(some.items())) for some in ranks]
     most = max(found, key=lambda one: sum(slot.elements(one) for slot in plan.optimizer.slots))
     return most, count_gathered_bytes(loads)
@@ -338,7 +338,7 @@ def _build_state_term(
     """Build the term of trained elements, once in `dtype`, shared from ZeRO stage `shared_from` on."""
     shared = plan.flat and plan.zero >= shared_from
     elements = sum(g.shared if shared else g.whole for g in groups)
-    spare = ceil(sum(g.spare / (plan.among(expert=g.expert) if shared else 1) for g in groups))
+    spare = ceil(sum(g.spare / (plan.count_sharing_ranks(expert=g.expert) if shared else 1) for g in groups))
     nbytes, more = dtype.nbytes((elements,)), dtype.nbytes((spare,))
     return MemoryTerm(
         name,
@@ -371,5 +371,5 @@ def _collect_inputs(groups: Sequence[StateGroup], plan: TrainingScheme) -> Mappi
             of = " of experts" if expert else ""
             found[f"P{of}"] = elements
             if plan.flat:
-                found[f"N{of}"] = plan.among(expert=expert)
+                found[f"N{of}"] = plan.count_sharing_ranks(expert=expert)
     return found

@@ -71,10 +71,10 @@ class UnitTransients:
             return 0
         if place.phase == "head":
             return self.gathered[-1] if self.gathered else 0
-        at = self._find(place)
+        at = self._find_unit(place)
         return self.gathered[at - 1] if at else 0
 
-    def _find(self, place: StepPosition) -> int:
+    def _find_unit(self, place: StepPosition) -> int:
         """Find the number of a layer's unit among those of the stage."""
         return bisect_left(self.numbers, place.layer)
 
@@ -87,7 +87,7 @@ class UnitTransients:
     def count_gradients(self, place: StepPosition) -> float:
         """Count which part of the gradients is reduced by then."""
         if self.steps and self.whole:  # those of one unit: as soon as they are reduced, they are used and freed
-            unit = self.trained[self._find(place)] if place.phase in {"layer", "reduce"} else 0
+            unit = self.trained[self._find_unit(place)] if place.phase in {"layer", "reduce"} else 0
             return (self.root_trained if place.phase == "end" else unit) / self.whole
         if place.phase == "step" or not self.whole or (place.later and not self.waits):
             return 1.0
@@ -95,7 +95,7 @@ class UnitTransients:
             return 0.0
         after = self.trained_before[-1]
         if place.phase != "end":
-            after -= self.trained_before[min(self._find(place) + 1, len(self.numbers))]
+            after -= self.trained_before[min(self._find_unit(place) + 1, len(self.numbers))]
         return after / self.whole
 
     def _count_gathered(self, place: StepPosition) -> int:
@@ -106,12 +106,12 @@ class UnitTransients:
             return 0 if self.ahead else self.root
         if self.stays:
             layers = place.phase in {"layer", "reduce"}
-            return self.root + self.gathered_before[self._find(place) + 1 if layers else -1]
+            return self.root + self.gathered_before[self._find_unit(place) + 1 if layers else -1]
         if place.phase == "loss":
             return self.root
         if place.phase == "head":
             return self.root + (self.gathered[-1] if self.ahead and self.gathered else 0)
-        at = self._find(place)
+        at = self._find_unit(place)
         mine = self.gathered[at] if place.phase == "layer" or at + 1 < len(self.gathered) else 0
         return self.root + (self.gathered[at - 1] if self.ahead and at else 0) + mine
 
@@ -127,7 +127,7 @@ class UnitTransients:
             return 0 if self.waits else self.root_trained
         if place.phase == "head":
             return self.head
-        return self.head + (self.trained if place.phase == "reduce" else self.first)[self._find(place)]
+        return self.head + (self.trained if place.phase == "reduce" else self.first)[self._find_unit(place)]
 
     def _count_reducing(self, place: StepPosition) -> int:
         """Count elements of gradients in the type that reduces, but those that are reduced."""
@@ -138,7 +138,7 @@ class UnitTransients:
         if place.phase in {"loss", "head"}:
             return 0
         # A layer's buffer is made when that of the layer behind is freed: there are as many bytes with either.
-        at = self._find(place) + 1
+        at = self._find_unit(place) + 1
         return self.trained[at] if at < len(self.trained) else self.trained[-1] if place.phase == "reduce" else 0
 
     def _count_accumulated(self, place: StepPosition) -> int:
@@ -147,7 +147,7 @@ class UnitTransients:
             return self.whole + self.root_trained
         if place.later or place.phase not in {"layer", "reduce"}:
             return self.whole if place.later else 0
-        return self.trained_before[-1] - self.trained_before[self._find(place) + 1]
+        return self.trained_before[-1] - self.trained_before[self._find_unit(place) + 1]
 
     def list_terms(self, place: StepPosition) -> Iterator[MemoryTerm]:
         """List the same."""

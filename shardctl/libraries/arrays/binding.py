@@ -156,7 +156,7 @@ def pull_chunks(entry: SchemaEntry, tensor: Tensor) -> Iterator[tuple[str, Chunk
     index = _build_index(tuple(piece.view.image(piece.box.shape) for piece in pieces))
     for stored in tensor.chunks:
         chunk = _reshape_chunk(entry, stored)
-        for position, _ in index.overlapping(chunk.box):
+        for position, _ in index.find_overlaps(chunk.box):
             part = pieces[position].pulled(chunk)
             if part is not None:
                 yield pieces[position].tensor, part

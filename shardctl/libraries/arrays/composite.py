@@ -41,7 +41,7 @@ class Piece:
 
     def pulled(self, chunk: Chunk) -> Chunk | None:
         """Return what a chunk of the array, stored or yet to be written, holds of it; None if nothing."""
-        found = self.view.pull(chunk, self.box)
+        found = self.view.map_chunk_part(chunk, self.box)
         if found is None or (not self.affine and self.turns == 1):
             return found
         return replace(found, affine=self.affine, turns=self.turns)
@@ -66,10 +66,10 @@ class CompositeArray:
         """Return a tensor as it is."""
         return cls(shape, (Piece(tensor, Box.whole(shape), ArrayView.whole(len(shape)), affine),))
 
-    def unfolded(self, turns: int) -> CompositeArray:
+    def unfold_dim(self, turns: int) -> CompositeArray:
         """Return a whole tensor with a further dim, of the parts that take turns along its last one.
 
-        >>> even, odd = CompositeArray.whole("both", (4, 6)).unfolded(2).permuted((2, 0, 1)).split()
+        >>> even, odd = CompositeArray.whole("both", (4, 6)).unfold_dim(2).permute_dims((2, 0, 1)).split()
         >>> even.shape, str(odd.pieces[0].box), odd.pieces[0].turns
         ((4, 3), '[0:4, 0:3, 1:2]', 2)
         """
@@ -134,7 +134,7 @@ class CompositeArray:
         """Return the parts of all ranks; raises as `share`."""
         return [self.share(dim, index, count) for index in range(count)]
 
-    def permuted(self, axes: Sequence[int]) -> CompositeArray:
+    def permute_dims(self, axes: Sequence[int]) -> CompositeArray:
         """Return the array with its dims in another order: dim `d` of the result is dim ``axes[d]`` of this."""
         place = {old: new for new, old in enumerate(axes)}
         pieces = (
@@ -154,9 +154,9 @@ class CompositeArray:
     def transposed(self) -> CompositeArray:
         """The array with its last two dims exchanged."""
         last = len(self.shape) - 1
-        return self.permuted((*range(last - 1), last, last - 1))
+        return self.permute_dims((*range(last - 1), last, last - 1))
 
-    def padded(self, extent: int) -> CompositeArray:
+    def pad_rows(self, extent: int) -> CompositeArray:
         """Return the array with zeros behind it along dim 0, up to `extent` rows."""
         if extent < self.shape[0]:
             raise PartitionError(f"an array of {list(self.shape)} cannot be padded to {extent} rows")

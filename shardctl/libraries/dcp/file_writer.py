@@ -52,16 +52,16 @@ class DcpFiles:
         self._described: dict[str, _DescribedTensor | None] = {}
         self._stored: dict[Value, Value] = {}
         self._rank = self._number = 0
-        self._begin()
+        self._begin_file()
 
     def rank(self, rank: int) -> None:
         """Go on with the files of a rank."""
         if rank != self._rank:
             self._end()
             self._rank, self._number = rank, 0
-            self._begin()
+            self._begin_file()
 
-    def _begin(self) -> None:
+    def _begin_file(self) -> None:
         self._literals: list[tuple[int, bytes]] = []
         self._blanks: list[tuple[int, int]] = []
         self._size = self._held = 0
@@ -109,7 +109,7 @@ class DcpFiles:
         if self._held and self._held + nbytes > self._largest:
             self._end()
             self._number += 1
-            self._begin()
+            self._begin_file()
         head, tail = encode_tensor(dtype, box.shape)
         start = self._size + len(head)
         self._literals += [(self._size, head), (start + nbytes, tail)]
@@ -139,7 +139,7 @@ class DcpFiles:
         """
         self._end()
         state = {
-            "state_dict_metadata": dict(self._descriptions()),
+            "state_dict_metadata": dict(self._build_descriptions()),
             "planner_data": planner,
             "storage_data": self._stored,
             "version": VERSION,
@@ -148,7 +148,7 @@ class DcpFiles:
         path = self._folder + DCP_METADATA
         return {**self.files, path: CheckpointFile(path, len(content), ((0, content),))}
 
-    def _descriptions(self) -> Iterator[tuple[str, Value]]:
+    def _build_descriptions(self) -> Iterator[tuple[str, Value]]:
         for key, known in self._described.items():
             if known is None:
                 yield key, PickleObject(PickleName(_METADATA_MODULE, "BytesStorageMetadata"), {})

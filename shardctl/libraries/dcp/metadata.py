@@ -211,20 +211,20 @@ class _MetadataReader:
         self.origins: set[tuple[int, ...]] = set()
         """Of items, those that were admitted."""
 
-    def malformed(self, what: str) -> NoReturn:
+    def raise_malformed(self, what: str) -> NoReturn:
         raise SourceError(f"{self.path} is malformed: {what}")
 
     def metadata(self, node: object) -> DcpMetadata:
-        state = self.fields(node, "the metadata of a checkpoint", *_METADATA_CLASSES)
+        state = self.read_fields(node, "the metadata of a checkpoint", *_METADATA_CLASSES)
         described, stored = state.get("state_dict_metadata"), state.get("storage_data")
         if not isinstance(described, dict):
-            self.malformed("it has no table of tensors")
+            self.raise_malformed("it has no table of tensors")
         if not isinstance(stored, dict):
             raise UnsupportedError(f"{self.path} does not say where its tensors are; a storage of its own wrote it")
         tensors, objects = {}, []
         for key, value in described.items():
             if not is_text(key) or not key:
-                self.malformed(f"a tensor has the name {ascii(key)[:100]}")
+                self.raise_malformed(f"a tensor has the name {ascii(key)[:100]}")
             if _is_call_of(value, _BYTES_METADATA_CLASS):
                 objects.append(key)
             else:
@@ -237,10 +237,10 @@ class _MetadataReader:
             objects=tuple(objects),
             places=self.places(state.get("planner_data")),
             items=self.items(stored),
-            flattened=self.flattened(state.get("mcore_data")),
+            flattened=self.read_flattened_keys(state.get("mcore_data")),
         )
 
-    def admit(self, place: tuple[object, ...]) -> None:
+    def check_hash_collisions(self, place: tuple[object, ...]) -> None:
         """Raise HostileError where many places have one hash, with which a table of them takes quadratic time.
 
         The hash of numbers is no secret, so that a writer can choose them.
@@ -250,23 +250,23 @@ class _MetadataReader:
             if self.clashes > _MAX_HASH_COLLISIONS:
                 raise HostileError(f"{self.path} has places that were chosen so that a table of them takes very long")
 
-    def fields(self, node: object, what: str, *kinds: str) -> dict[Any, Any]:
+    def read_fields(self, node: object, what: str, *kinds: str) -> dict[Any, Any]:
         """Return the attributes of an object of a class of torch that is one of `kinds`."""
         if not isinstance(node, CallNode) or str(node.function) not in kinds or not isinstance(node.state, dict):
-            self.malformed(f"it holds something else in place of {what}")
+            self.raise_malformed(f"it holds something else in place of {what}")
         return node.state
 
     def tensor(self, key: str, node: object) -> DeclaredTensor:
-        state = self.fields(node, f"a description of {key!r}", _TENSOR_METADATA_CLASS)
+        state = self.read_fields(node, f"a description of {key!r}", _TENSOR_METADATA_CLASS)
         shape, chunks = self.size(state.get("size"), key), state.get("chunks")
         if not isinstance(chunks, list):
-            self.malformed(f"tensor {key!r} has no list of boxes")
+            self.raise_malformed(f"tensor {key!r} has no list of boxes")
         boxes, known = [], self.boxes
         for chunk in chunks:
             if is_folded(chunk, CHUNK):
                 origin, extents = chunk.values
             else:
-                attributes = self.fields(chunk, f"a box of {key!r}", str(CHUNK))
+                attributes = self.read_fields(chunk, f"a box of {key!r}", str(CHUNK))
                 origin, extents = self.size(attributes.get("offsets"), key), self.size(attributes.get("sizes"), key)
             boxes.append(known.get((origin, extents, shape)) or self.box(key, origin, extents, shape))
         return DeclaredTensor(self.dtype(state.get("properties"), key), shape, tuple(boxes))
@@ -274,11 +274,11 @@ class _MetadataReader:
     def box(self, key: str, origin: tuple[int, ...], extents: tuple[int, ...], shape: tuple[int, ...]) -> Box:
         """Return a box of a tensor; raises SourceError for one that is not inside the tensor."""
         if len(origin) != len(extents) or len(origin) != len(shape):
-            self.malformed(f"tensor {key!r} of {len(shape)} dims has a box of {len(extents)}")
-        self.admit((origin, extents, shape))
+            self.raise_malformed(f"tensor {key!r} of {len(shape)} dims has a box of {len(extents)}")
+        self.check_hash_collisions((origin, extents, shape))
         box = Box(origin, extents)
         if not Box.whole(shape).contains(box):
-            self.malformed(f"tensor {key!r}: the box {box} is not inside the shape {list(shape)}")
+            self.raise_malformed(f"tensor {key!r}: the box {box} is not inside the shape {list(shape)}")
         self.boxes[origin, extents, shape] = box
         return box
 
@@ -288,14 +288,14 @@ class _MetadataReader:
         if isinstance(state, dict):  # before torch 2.0 there was no __getstate__
             state = (state.get("dtype"),)
         if not isinstance(state, tuple) or not state or not isinstance(state[0], GlobalNode):
-            self.malformed(f"tensor {key!r} has no type")
+            self.raise_malformed(f"tensor {key!r} has no type")
         return state[0].name
 
     def size(self, node: object, key: str) -> tuple[int, ...]:
         """Return the numbers of a `torch.Size`, or of a tuple or list in its place."""
         found = as_sizes(node)
         if found is None:
-            self.malformed(f"tensor {key!r} has something else in place of sizes")
+            self.raise_malformed(f"tensor {key!r} has something else in place of sizes")
         return found
 
     def places(self, node: object) -> dict[str, tuple[str | int, ...]]:
@@ -309,7 +309,7 @@ class _MetadataReader:
             and ".".join(map(str, value)) == key
         }
 
-    def flattened(self, node: object) -> dict[str, tuple[int, ...]]:
+    def read_flattened_keys(self, node: object) -> dict[str, tuple[int, ...]]:
         """Return what Megatron-LM core 0.12 to 0.15 says beside torch's own fields (`strategies/torch.py`)."""
         if not isinstance(node, dict):
             return {}
@@ -323,13 +323,13 @@ class _MetadataReader:
             if type(index) is FoldedCall and index.function is INDEX:  # as `is_folded`, without a call for each
                 key, origin = index.values
             else:
-                state = self.fields(index, "the place of an item", str(INDEX))
+                state = self.read_fields(index, "the place of an item", str(INDEX))
                 key, offset = state.get("fqn"), state.get("offset")
                 if not isinstance(key, str):
-                    self.malformed("an item has no name")
+                    self.raise_malformed("an item has no name")
                 origin = None if offset is None else self.size(offset, key)
             if origin is not None and origin not in self.origins:
-                self.admit(origin)
+                self.check_hash_collisions(origin)
                 self.origins.add(origin)
             item = None
             if type(info) is FoldedCall and info.function is INFO:
@@ -341,7 +341,7 @@ class _MetadataReader:
             if of_key is None:
                 of_key = found[key] = {}
             if of_key.setdefault(origin, item) is not item:
-                self.malformed(f"it says twice where {key!r} at {origin} is")
+                self.raise_malformed(f"it says twice where {key!r} at {origin} is")
         return found
 
     def item(self, key: str, node: object) -> StoredItem:
@@ -349,7 +349,7 @@ class _MetadataReader:
             file, offset, length = node.values
             transforms: object = ()
         else:
-            state = self.fields(node, f"where {key!r} is", str(INFO), str(OLMO_INFO))
+            state = self.read_fields(node, f"where {key!r} is", str(INFO), str(OLMO_INFO))
             file, offset, length = state.get("relative_path"), state.get("offset"), state.get("length")
             transforms = state.get("transform_descriptors") or ()
         known = self.files.get(file) if type(file) is str else None
@@ -360,17 +360,17 @@ class _MetadataReader:
             or type(length) is not int
             or not (0 <= offset < _BYTE_OFFSET_LIMIT and 0 <= length < _BYTE_OFFSET_LIMIT)
         ):
-            self.malformed(f"{key!r} is at byte {ascii(offset)[:40]}, {ascii(length)[:40]} bytes long")
+            self.raise_malformed(f"{key!r} is at byte {ascii(offset)[:40]}, {ascii(length)[:40]} bytes long")
         if transforms == ():  # nearly all
             return StoredItem(known, offset, length)
         if not isinstance(transforms, tuple | list) or not all(isinstance(t, str) for t in transforms):
-            self.malformed(f"{key!r} was changed in ways that are not named")
+            self.raise_malformed(f"{key!r} was changed in ways that are not named")
         return StoredItem(known, offset, length, tuple(transforms))
 
     def file(self, key: str, file: object) -> str:
         """Return the path of a file in the source; raises HostileError for what is no name of a file beside it."""
         if not is_text(file):
-            self.malformed(f"{key!r} is in a file without a name")
+            self.raise_malformed(f"{key!r} is in a file without a name")
         if not file or file in {".", ".."} or any(c in file for c in "/\\\0:"):
             raise HostileError(
                 f"{self.path}: {key!r} is in {ascii(file)[:100]}, which is not the name of a file beside it",

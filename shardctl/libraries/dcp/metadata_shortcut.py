@@ -74,7 +74,7 @@ class MetadataShortcut:
         self._boxes: dict[tuple[bytes, bytes], FoldedCall] = {}
         """Boxes by how they are spelled: those of layers that are alike are one object, which nobody changes."""
 
-    def fold(self, state: PickleState) -> None:
+    def fold_objects(self, state: PickleState) -> None:
         """Fold what follows the object on top of the stack, if it is one of a kind that is known."""
         function = state.stack[-1].function
         if function == CHUNK:

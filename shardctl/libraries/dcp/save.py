@@ -97,12 +97,12 @@ class DcpSave:
         dtype = BY_TORCH.get(declared.dtype)
         if dtype is None:
             raise UnsupportedError(f"{key!r} has the type torch.{declared.dtype}, which safetensors cannot hold")
-        chunks = tuple(self._chunks(key, declared, dtype))
+        chunks = tuple(self._build_chunks(key, declared, dtype))
         if not chunks and 0 in declared.shape:
             chunks = (Chunk(Box.whole(declared.shape), dtype, ConstantFill(bytes(dtype.unit_bytes)), key),)
         return Tensor(name, dtype, declared.shape, chunks)
 
-    def _chunks(self, key: str, declared: DeclaredTensor, dtype: DType) -> Iterable[Chunk]:
+    def _build_chunks(self, key: str, declared: DeclaredTensor, dtype: DType) -> Iterable[Chunk]:
         if dtype.unit_elements > 1:
             raise UnsupportedError(f"{key!r} is {dtype}, of which several elements share a byte")
         for each in self.metadata:

@@ -70,7 +70,7 @@ class AutomaticExperts:
         known = f"{found[1]}.router.{found[3]}"
         return known if known in stored else None
 
-    def locate(self, name: str, array: FileArray) -> tuple[str, int, FileArray]:
+    def locate_expert(self, name: str, array: FileArray) -> tuple[str, int, FileArray]:
         """Return the whole array's name, the expert's number, and its matrix as an array of one."""
         found = _EXPERT_ARRAY_PATTERN.fullmatch(name)
         if found is None or found[3] is None:

@@ -61,7 +61,7 @@ class DeepSpeedReader:
         elif files.optimizer:
             self._read_partitions()
         elif any(state.groups is not None for state in self.models.values()):
-            self._forgo("the optimizer's files are not here")
+            self._skip_optimizer("the optimizer's files are not here")
         else:
             found.world = max((state.data_parallel or 1 for state in self.models.values()), default=1)
             for rank, state in self.models.items():
@@ -69,10 +69,12 @@ class DeepSpeedReader:
         read_modules(self.source, files, self.models, found, self.experts)
         _read_layers(self.source, files, self.models, found)
         master = self._uses_master()
-        weights = self._collect_gpt_neox(use_master=master) if self.is_gpt_neox else self._weights(use_master=master)
-        training = self._training(use_master=master)
+        weights = (
+            self._collect_gpt_neox(use_master=master) if self.is_gpt_neox else self._build_weights(use_master=master)
+        )
+        training = self._build_training_state(use_master=master)
         used = {file for t in (*weights.values(), *training.states.values()) for file in t.files}
-        own = {*files.paths(), *(path for path in self.source.files() if path in _LATEST_TAG_FILES)}
+        own = {*files.list_paths(), *(path for path in self.source.files() if path in _LATEST_TAG_FILES)}
         side, left = list_side_files(self.source, own)
         return Manifest(
             format=name,
@@ -110,9 +112,9 @@ class DeepSpeedReader:
         except MissingRankError as error:
             if self.weights != "module":
                 raise
-            self._forgo(error.message)
+            self._skip_optimizer(error.message)
 
-    def _forgo(self, why: str) -> None:
+    def _skip_optimizer(self, why: str) -> None:
         """Go on without the optimizer, whose files are not complete."""
         self.found.forget_optimizer()
         self.found.kind = "without the optimizer"
@@ -150,7 +152,7 @@ class DeepSpeedReader:
             )
         return bool(found.master.held) and self.weights != "module"
 
-    def _notes(self, *, use_master: bool) -> tuple[str, ...]:
+    def _build_notes(self, *, use_master: bool) -> tuple[str, ...]:
         found = self.found
         ways = f"{found.world} data-parallel"
         if len(self.models) > 1:
@@ -173,7 +175,7 @@ class DeepSpeedReader:
 
     # What it all is
 
-    def _weights(self, *, use_master: bool) -> dict[str, Tensor]:
+    def _build_weights(self, *, use_master: bool) -> dict[str, Tensor]:
         found = self.found
         order = dict.fromkeys(name for state in self.models.values() for name in (*state.module, *state.frozen_shapes))
         order |= dict.fromkeys((*found.module.held, *found.parameters))
@@ -206,7 +208,7 @@ class DeepSpeedReader:
             cut = self.cuts.cut(name, pieces.shapes(name), trained=name in self.found.parameters)
         return pieces.tensor(name, called, cut, ties)
 
-    def _training(self, *, use_master: bool) -> TrainingState:
+    def _build_training_state(self, *, use_master: bool) -> TrainingState:
         found = self.found
         rename = rename_layer if self.is_gpt_neox else str
         states = {}
@@ -223,7 +225,7 @@ class DeepSpeedReader:
             states=states,
             groups=tuple(ParameterGroup(tuple(map(rename, names)), values) for names, values in found.groups.values()),
             clipping=found.clipping,
-            notes=self._notes(use_master=use_master),
+            notes=self._build_notes(use_master=use_master),
         )
 
 

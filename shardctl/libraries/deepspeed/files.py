@@ -55,7 +55,7 @@ class DeepSpeedFiles:
     others: list[str] = field(default_factory=list)
     """Files of DeepSpeed that nothing is read from."""
 
-    def paths(self) -> set[str]:
+    def list_paths(self) -> set[str]:
         """Return all of them."""
         own = (self.model, self.optimizer, self.experts, self.layers)
         states = {path for held in self.universal.values() for path in held.values()}

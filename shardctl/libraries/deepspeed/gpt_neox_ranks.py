@@ -227,7 +227,7 @@ def _build_vocabulary_entry(name: str, own: SchemaRank, tensor: str, dialect: Na
         )
     if rows % own.tp:
         raise PartitionError(f"a vocabulary of {rows} rows cannot be divided over {own.tp} ranks")
-    return SchemaEntry(name, tokens.padded(rows).share(0, own.index, own.tp))
+    return SchemaEntry(name, tokens.pad_rows(rows).share(0, own.index, own.tp))
 
 
 SCHEMA: Final = Schema(_FORMAT_NAME, _FORMAT_TITLE, _check_model, _list_entries, reduction=_choose_reduction)

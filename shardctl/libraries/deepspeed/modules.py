@@ -73,7 +73,7 @@ def read_modules(
         held, others = collect_tensors(saved, saved.tree)
         for name, array in held.items():
             if automatic.holds(name):
-                found.module.add_array(*automatic.locate(name, array))
+                found.module.add_array(*automatic.locate_expert(name, array))
             else:
                 found.module.add_array(name, rank, array)
         found.others += [(key, path) for key in others]

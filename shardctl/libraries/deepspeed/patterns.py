@@ -67,9 +67,11 @@ class NamePatterns:
         """
         if name in self._plain:
             return self._plain[name]
-        return next((pattern for pattern, atoms, whole in self._others if self._fits(atoms, name, whole=whole)), None)
+        return next(
+            (pattern for pattern, atoms, whole in self._others if self._match_atoms(atoms, name, whole=whole)), None
+        )
 
-    def _fits(self, atoms: tuple[_PatternAtom, ...], name: str, *, whole: bool) -> bool:
+    def _match_atoms(self, atoms: tuple[_PatternAtom, ...], name: str, *, whole: bool) -> bool:
         active = _close_states({0}, atoms)
         for character in name:
             if not whole and len(atoms) in active:

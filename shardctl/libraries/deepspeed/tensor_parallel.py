@@ -149,37 +149,37 @@ class ParallelPartitions:
                 "fit together (universal_checkpoint_info)",
                 hint="trainers that support Universal Checkpoints save that; or save it with one such rank",
             )
-        if self._said(_UNSUPPORTED_PATTERNS_KEY, name):
+        if self._is_listed(_UNSUPPORTED_PATTERNS_KEY, name):
             raise UnsupportedError(
                 f"{name!r} was cut in a way that DeepSpeed itself cannot put together", hint=_UNIVERSAL_CHECKPOINT_HINT
             )
         described = self._maps.find(name, shapes)
         if described is not None:
             return described.shape, dict(described.parts)
-        if self._said(_REPLICATED_PATTERNS_KEY, name):
+        if self._is_listed(_REPLICATED_PATTERNS_KEY, name):
             if len(set(shapes.values())) > 1:
                 raise SourceError(f"{name!r} should be whole on every rank, but has the shapes {list(shapes.values())}")
             return None
-        if self._said(_AVERAGED_PATTERNS_KEY, name):
+        if self._is_listed(_AVERAGED_PATTERNS_KEY, name):
             raise UnsupportedError(
                 f"{name!r} has different values on every tensor-parallel rank, and DeepSpeed uses their mean",
                 hint=_UNIVERSAL_CHECKPOINT_HINT,
             )
-        if self._said(_TWO_SUBPARAMETERS_KEY, name):
+        if self._is_listed(_TWO_SUBPARAMETERS_KEY, name):
             widths = [[shape[0] // 2 for shape in shapes.values()] for _ in range(2)]
             return _interleave_parts(name, shapes, 0, widths)
         for number, entry in enumerate(as_list(self._info.get(_SUBPARAMETERS_KEY))):
             held = as_dict(entry)
-            pattern = self._found(f"{_SUBPARAMETERS_KEY} {number}", as_list(held.get("patterns")), name)
+            pattern = self._find_pattern(f"{_SUBPARAMETERS_KEY} {number}", as_list(held.get("patterns")), name)
             dim = as_integer(held.get("partition_dim"))
             if pattern is not None and dim is not None:
-                return _interleave_parts(name, shapes, dim, self._widths(name, pattern, held, dim))
-        dim = 1 if self._said(_ROW_PARALLEL_PATTERNS_KEY, name) else 0
+                return _interleave_parts(name, shapes, dim, self._find_section_widths(name, pattern, held, dim))
+        dim = 1 if self._is_listed(_ROW_PARALLEL_PATTERNS_KEY, name) else 0
         return _interleave_parts(
             name, shapes, dim, [[shape[dim] if dim < len(shape) else 0 for shape in shapes.values()]]
         )
 
-    def _widths(self, name: str, pattern: str, held: dict[Any, Any], dim: int) -> list[list[int]]:
+    def _find_section_widths(self, name: str, pattern: str, held: dict[Any, Any], dim: int) -> list[list[int]]:
         """Return the extents that ranks have of each of several parts that are cut by themselves."""
         said = as_dict(self._info.get(_SUBPARAMETER_WIDTHS_KEY)).get(pattern)
         if said is not None:
@@ -194,15 +194,15 @@ class ParallelPartitions:
 
     def _without_padding(self, name: str, shape: _Shape) -> _Shape:
         rows = as_integer(self._info.get("original_vocab_size"))
-        if rows is not None and shape and rows <= shape[0] and self._said(_VOCABULARY_PATTERNS_KEY, name):
+        if rows is not None and shape and rows <= shape[0] and self._is_listed(_VOCABULARY_PATTERNS_KEY, name):
             return (rows, *shape[1:])
         return shape
 
-    def _said(self, key: str, name: str) -> bool:
+    def _is_listed(self, key: str, name: str) -> bool:
         listed = self._info.get(key)
-        return self._found(key, as_list(listed) or list(as_dict(listed)), name) is not None
+        return self._find_pattern(key, as_list(listed) or list(as_dict(listed)), name) is not None
 
-    def _found(self, key: str, patterns: list[Any], name: str) -> str | None:
+    def _find_pattern(self, key: str, patterns: list[Any], name: str) -> str | None:
         if key not in self._said_of:
             self._said_of[key] = NamePatterns(p for p in patterns if isinstance(p, str))
         return self._said_of[key].find(name)

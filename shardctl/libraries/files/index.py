@@ -196,9 +196,9 @@ class _ParsedIndex:
 
     def read(self, text: str) -> None:
         self._text = text
-        check_end_of_text(text, walk_object(text, skip_space(text, 0), self._member))
+        check_end_of_text(text, walk_object(text, skip_space(text, 0), self._parse_member))
 
-    def _member(self, key: str, at: int) -> int:
+    def _parse_member(self, key: str, at: int) -> int:
         if key in self._keys:
             raise MalformedError(f"the key {key!r} appears twice")
         self._keys.add(key)
@@ -208,14 +208,14 @@ class _ParsedIndex:
             )
         if key == "weight_map":
             self.weight_map = {}
-            return walk_object(self._text, at, self._entry, plain=self._plain)
+            return walk_object(self._text, at, self._parse_entry, plain=self._parse_plain_members)
         value, at = parse_value(self._text, at, _LONGEST_VALUE)
         if key == "metadata":
-            self._metadata(value)
+            self._read_metadata(value)
         return at
 
-    def _plain(self, at: int) -> int:
-        """Take the plain entries from `at` on; what is wrong with one is for `_entry` to say."""
+    def _parse_plain_members(self, at: int) -> int:
+        """Take the plain entries from `at` on; what is wrong with one is for `_parse_entry` to say."""
         assert self.weight_map is not None  # noqa: S101 - set by the only caller
         text, weight_map, files = self._text, self.weight_map, self._files
         while (entry := _PLAIN_ENTRY.match(text, at)) is not None:
@@ -227,7 +227,7 @@ class _ParsedIndex:
             at = entry.end()
         return at
 
-    def _entry(self, name: str, at: int) -> int:
+    def _parse_entry(self, name: str, at: int) -> int:
         assert self.weight_map is not None  # noqa: S101 - set by the only caller
         try:
             file, at = parse_string(self._text, at)
@@ -238,7 +238,7 @@ class _ParsedIndex:
             raise MalformedError(f"tensor {name!r} is placed in both {other} and {file}")
         return at
 
-    def _metadata(self, value: Any) -> None:  # noqa: ANN401 - any JSON
+    def _read_metadata(self, value: Any) -> None:  # noqa: ANN401 - any JSON
         self.metadata = value if isinstance(value, dict) else {}
         total = self.metadata.get("total_size")
         if isinstance(total, float) and total.is_integer() and total >= 0:

@@ -162,12 +162,12 @@ def has_zero_centred_norms(arguments: Mapping[str, Setting]) -> bool:
 def _find_model_type(arguments: Mapping[str, Setting]) -> str | None:
     """Find the model type of transformers that has all of this; None if there is none here."""
     said = ModelConfig(arguments)
-    if said.switch("quick_geglu", default=False):
+    if said.read_flag("quick_geglu", default=False):
         return _find_turning_type(said)
     learned = said.text("position_embedding_type", "learned_absolute") == "learned_absolute"
-    if said.switch("use_rotary_position_embeddings", default=False):
+    if said.read_flag("use_rotary_position_embeddings", default=False):
         learned = False
-    rms, gated = said.text("normalization", "LayerNorm") == "RMSNorm", said.switch("swiglu", default=False)
+    rms, gated = said.text("normalization", "LayerNorm") == "RMSNorm", said.read_flag("swiglu", default=False)
     if learned or not rms or not gated:
         return _find_ungated_type(said, learned=learned, rms=rms, gated=gated)
     return _find_routed_type(said) if said.count("num_experts", 0) > 0 else _find_dense_type(said)
@@ -177,36 +177,36 @@ def _find_turning_type(said: ModelConfig) -> str | None:
     """Find gpt-oss, which has all of its arguments."""
     same = all(said.values.get(name) == value for name, value in TURNING.items())
     yarn = said.text("position_embedding_type", "") == "yarn" and said.text("normalization", "") == "RMSNorm"
-    biased = said.switch("add_bias_linear", default=True) and not said.switch("qk_layernorm", default=False)
+    biased = said.read_flag("add_bias_linear", default=True) and not said.read_flag("qk_layernorm", default=False)
     routed = said.count("num_experts", 0) > 0 and _count_dense_layers(said) == 0
     windows = said.values.get(SOME_WINDOWS) is not None
     return "gpt_oss" if same and yarn and biased and routed and windows else None
 
 
 def _find_ungated_type(said: ModelConfig, *, learned: bool, rms: bool, gated: bool) -> str | None:
-    if gated or any(said.switch(name, default=False) for name in ("qk_layernorm", "multi_latent_attention")):
+    if gated or any(said.read_flag(name, default=False) for name in ("qk_layernorm", "multi_latent_attention")):
         return None
     if said.count("num_experts", 0) > 0:
         return None
     if learned:
-        return "gpt2" if not rms and said.switch("add_bias_linear", default=True) else None
-    if not said.switch("squared_relu", default=False):
+        return "gpt2" if not rms and said.read_flag("add_bias_linear", default=True) else None
+    if not said.read_flag("squared_relu", default=False):
         return None
     if rms:
         return "arcee"
-    return "nemotron" if any(said.switch(name, default=False) for name in _ZERO_CENTERED_NORM_ARGS) else None
+    return "nemotron" if any(said.read_flag(name, default=False) for name in _ZERO_CENTERED_NORM_ARGS) else None
 
 
 def _find_dense_type(said: ModelConfig) -> str | None:
-    biased, normed = said.switch("add_bias_linear", default=True), said.switch("qk_layernorm", default=False)
-    of_heads = said.switch("add_qkv_bias", default=biased)
-    if said.switch("multi_latent_attention", default=False) or (biased and normed) or _count_dense_layers(said) != 0:
+    biased, normed = said.read_flag("add_bias_linear", default=True), said.read_flag("qk_layernorm", default=False)
+    of_heads = said.read_flag("add_qkv_bias", default=biased)
+    if said.read_flag("multi_latent_attention", default=False) or (biased and normed) or _count_dense_layers(said) != 0:
         return None
     if _has_delta_layers(said):
         return "qwen3_5_text" if normed and not of_heads else None
     if normed or of_heads != biased:
         return "qwen3" if normed and not of_heads else "qwen2"
-    if said.switch("rotary_interleaved", default=False):
+    if said.read_flag("rotary_interleaved", default=False):
         return "ernie4_5"
     if said.values.get(WITHOUT_ROTATION):
         return "smollm3"
@@ -214,14 +214,14 @@ def _find_dense_type(said: ModelConfig) -> str | None:
 
 
 def _find_routed_type(said: ModelConfig) -> str | None:
-    biased, normed = said.switch("add_bias_linear", default=True), said.switch("qk_layernorm", default=False)
-    of_heads = said.switch("add_qkv_bias", default=biased)
-    balanced = said.switch("moe_router_enable_expert_bias", default=False)
+    biased, normed = said.read_flag("add_bias_linear", default=True), said.read_flag("qk_layernorm", default=False)
+    of_heads = said.read_flag("add_qkv_bias", default=biased)
+    balanced = said.read_flag("moe_router_enable_expert_bias", default=False)
     sigmoid = said.text("moe_router_score_function", "softmax") == "sigmoid"
     shared = said.values.get("moe_shared_expert_intermediate_size") is not None
     if biased:
         return None
-    latent = said.switch("multi_latent_attention", default=False)
+    latent = said.read_flag("multi_latent_attention", default=False)
     if latent or balanced:
         windows = normed and not of_heads and said.values.get(SOME_WINDOWS) is not None
         by_heads = None if not sigmoid else "dots1" if windows else "glm4_moe"
@@ -229,20 +229,20 @@ def _find_routed_type(said: ModelConfig) -> str | None:
     if _count_dense_layers(said) != 0:
         return None
     if _has_delta_layers(said):
-        gated = shared and said.switch("moe_shared_expert_gate", default=False)
+        gated = shared and said.read_flag("moe_shared_expert_gate", default=False)
         return "qwen3_next" if gated and normed and not of_heads else None
-    if shared and said.switch("moe_shared_expert_gate", default=False) and of_heads and not normed:
+    if shared and said.read_flag("moe_shared_expert_gate", default=False) and of_heads and not normed:
         return "qwen2_moe"
     return None if shared or of_heads else "qwen3_moe" if normed else "mixtral"
 
 
 def _has_delta_layers(said: ModelConfig) -> bool:
     """Return whether there is gated DeltaNet, beside attention with gates and norms less one, as Qwen has it."""
-    if said.text(_ATTENTION_VARIANT_ARG, "") != "gated_delta_net" or not said.switch(
+    if said.text(_ATTENTION_VARIANT_ARG, "") != "gated_delta_net" or not said.read_flag(
         "attention_output_gate", default=False
     ):
         return False
-    return any(said.switch(name, default=False) for name in _ZERO_CENTERED_NORM_ARGS)
+    return any(said.read_flag(name, default=False) for name in _ZERO_CENTERED_NORM_ARGS)
 
 
 def _count_dense_layers(said: ModelConfig) -> int | None:
@@ -258,7 +258,7 @@ def _count_dense_layers(said: ModelConfig) -> int | None:
 
 def _build_gpt2_config(said: ModelConfig) -> dict[str, object]:
     hidden = said.size("hidden_size")
-    fused = said.switch("bias_gelu_fusion", default=False) or said.switch("openai_gelu", default=False)
+    fused = said.read_flag("bias_gelu_fusion", default=False) or said.read_flag("openai_gelu", default=False)
     return {
         "activation_function": "gelu_new" if fused else "gelu",
         "n_embd": hidden,
@@ -272,7 +272,7 @@ def _build_gpt2_config(said: ModelConfig) -> dict[str, object]:
 
 def _build_decoder_config(said: ModelConfig, family: str) -> dict[str, object]:
     heads, ffn = said.size("num_attention_heads"), said.size("ffn_hidden_size", 4 * said.size("hidden_size"))
-    grouped = said.switch("group_query_attention", default=False)
+    grouped = said.read_flag("group_query_attention", default=False)
     latent = family == "deepseek_v3"
     values: dict[str, object] = {
         "hidden_act": TRAITS[family].activation,
@@ -289,7 +289,7 @@ def _build_decoder_config(said: ModelConfig, family: str) -> dict[str, object]:
         values["head_dim"] = said.size("kv_channels", said.size("hidden_size") // heads)
     if not latent and said.text("position_embedding_type", "rope") == "yarn":
         values["rope_scaling"] = _build_yarn(said)
-    if said.switch("use_rope_scaling", default=False):
+    if said.read_flag("use_rope_scaling", default=False):
         factor = said.values.get("rope_scaling_factor", 8.0)
         values["rope_scaling"] = {"rope_type": "llama3", "factor": factor, **LLAMA3}
     values |= _build_own_values(said, family)
@@ -302,7 +302,7 @@ def _build_decoder_config(said: ModelConfig, family: str) -> dict[str, object]:
 
 def _build_own_values(said: ModelConfig, family: str) -> dict[str, object]:
     """Build what a family's config calls otherwise than most."""
-    biased, part = said.switch("add_bias_linear", default=True), as_number(said.values.get(PART, 1.0))
+    biased, part = said.read_flag("add_bias_linear", default=True), as_number(said.values.get(PART, 1.0))
     values: dict[str, object] = {}
     if family in {"arcee", "llama", "nemotron", "smollm3"}:
         values |= {"attention_bias": biased, "mlp_bias": biased}
@@ -322,8 +322,8 @@ def _build_own_values(said: ModelConfig, family: str) -> dict[str, object]:
     elif family == "dots1":
         values |= {"attention_bias": False, "norm_topk_prob": True}
     elif family == "glm4_moe":
-        values["attention_bias"] = said.switch("add_qkv_bias", default=biased)
-        values["use_qk_norm"] = said.switch("qk_layernorm", default=False)
+        values["attention_bias"] = said.read_flag("add_qkv_bias", default=biased)
+        values["use_qk_norm"] = said.read_flag("qk_layernorm", default=False)
     return values
 
 
@@ -347,7 +347,7 @@ def _build_yarn(said: ModelConfig) -> dict[str, object]:
     given = {other: said.values.get(name) for other, name in YARN.items()}
     for name in ("original_max_position_embeddings", "beta_fast", "beta_slow"):
         given[name] = said.values.get(f"yarn_{name}")
-    rounded = said.switch("yarn_correction_range_round_to_int", default=True)
+    rounded = said.read_flag("yarn_correction_range_round_to_int", default=True)
     return {"rope_type": "yarn", "truncate": rounded, **{k: value for k, value in given.items() if value is not None}}
 
 
@@ -384,7 +384,7 @@ def _build_expert_config(said: ModelConfig, family: str, ffn: int) -> dict[str, 
     return {
         **values,
         "num_experts": count,
-        "norm_topk_prob": not said.switch("moe_router_pre_softmax", default=False),
+        "norm_topk_prob": not said.read_flag("moe_router_pre_softmax", default=False),
         "decoder_sparse_step": 1,
     }
 

@@ -84,7 +84,7 @@ def _list_chunk_entries(
     """List the arrays of layers of some numbers and of what is before and behind them, with `prefix` in their names."""
     at, mesh = dialect.mesh.coordinate(rank), dialect.mesh
     shared = _RankShare(at["tp"], mesh.degree("tp"))
-    variant = LayerVariant(dialect.text(ROWS, BY_GROUP), dialect.switch(LATENTS_CUT))
+    variant = LayerVariant(dialect.text(ROWS, BY_GROUP), dialect.read_flag(LATENTS_CUT))
     if numbers.start == 0:
         (name, tokens), *others = layers.list_embeddings(parts)
         yield _build_vocabulary_entry(prefix + name, tokens, dialect, shared)
@@ -118,7 +118,7 @@ def _list_further_entries(
     if count and copied:
         (name, tokens), *_ = layers.list_embeddings(parts)
         yield replace(_build_vocabulary_entry(prefix + name, tokens, dialect, shared), optional=True)
-    variant = LayerVariant(dialect.text(ROWS, BY_GROUP), dialect.switch(LATENTS_CUT))
+    variant = LayerVariant(dialect.text(ROWS, BY_GROUP), dialect.read_flag(LATENTS_CUT))
     held = _find_held_experts(parts.model, mesh, at["ep"])
     for index in range(count):
         for inner, arrays in further_layers.list_further_modules(parts, index, variant, held):
@@ -145,7 +145,7 @@ def _list_layer_entries(
             continue
         first = whole.expert if first is None else first
         content = whole.share(within.index, within.count)
-        if dialect.switch(GROUPED):
+        if dialect.read_flag(GROUPED):
             grouped.setdefault(whole.name, []).append(content)
         else:
             local = f"experts.local_experts.{whole.expert - first}."
@@ -179,7 +179,7 @@ def _build_vocabulary_entry(
         )
     if rows % shared.count:
         raise PartitionError(f"a vocabulary of {rows} rows cannot be divided over tp={shared.count}")
-    padded = tokens.padded_with_last(rows) if dialect.switch(LAST_ROW) else tokens.padded(rows)
+    padded = tokens.padded_with_last(rows) if dialect.read_flag(LAST_ROW) else tokens.pad_rows(rows)
     content = padded.share(0, shared.index, shared.count)
     known = BY_NAME.get(dialect.text(DTYPE))
     return SchemaEntry(name, content, dtype=None if content.pieces else known)

@@ -105,7 +105,7 @@ def list_cells(model: Model, dialect: NamingScheme) -> Iterator[StackCell]:
     yield replace(_build_vocabulary_cell(name, tokens, padded), first=True)
     for name, content in others:
         yield StackCell(name, (content,), first=True)
-    by_number = dialect.switch(LAYERS)
+    by_number = dialect.read_flag(LAYERS)
     for number in range(model.layers):
         wholes = list(layers.list_layer_arrays(parts, number, LayerVariant()))
         prefix = f"decoder.layers.{number}." if by_number else "decoder.layers."
@@ -125,7 +125,7 @@ def _build_vocabulary_cell(name: str, tokens: CompositeArray, padded: int) -> St
             f"{name} has {padded:,} rows, but the model has {tokens.shape[0]:,} tokens",
             hint="the config, or --true-vocab, may belong to another model",
         )
-    return StackCell(name, (tokens.padded(padded) if padded else tokens,), 0)
+    return StackCell(name, (tokens.pad_rows(padded) if padded else tokens,), 0)
 
 
 def _list_layer_cells(
@@ -145,11 +145,11 @@ def _list_layer_cells(
                 whole.name, experts=bool(experts), latent=latent, projection=projection, dialect=dialect
             )
             for name in names:
-                optional = len(names) > 1 and not dialect.switch(SPELT)
+                optional = len(names) > 1 and not dialect.read_flag(SPELT)
                 yield from _list_array_cells(prefix + name, whole, number, stacked, dialect, optional=optional)
             continue
-        expert = f"experts.experts.{whole.expert}." if dialect.switch(EXPERTS) else "experts.experts."
-        within = stacked if dialect.switch(EXPERTS) else (*stacked, (whole.expert, experts))
+        expert = f"experts.experts.{whole.expert}." if dialect.read_flag(EXPERTS) else "experts.experts."
+        within = stacked if dialect.read_flag(EXPERTS) else (*stacked, (whole.expert, experts))
         yield from _list_array_cells(prefix + whole.name.replace("experts.", expert, 1), whole, number, within, dialect)
 
 
@@ -174,7 +174,7 @@ def _list_array_cells(
     pieces = whole.pieces if _LINEAR_FC1_INFIX in name else (whole.content,)
     halves = (
         _GATE_UP_SUFFIXES
-        if dialect.switch(HALVES) and _LINEAR_FC1_INFIX in name and len(pieces) == len(_GATE_UP_SUFFIXES)
+        if dialect.read_flag(HALVES) and _LINEAR_FC1_INFIX in name and len(pieces) == len(_GATE_UP_SUFFIXES)
         else ()
     )
     if not halves:
@@ -195,11 +195,11 @@ def _list_array_names(
     for alone, fused in _FUSED_NORM_NAMES[projection != QKV :] if not latent else ():
         asked = asked.replace(alone, fused) if local.startswith(alone) else asked
     engine = find_engine_name(f".{local}", experts=experts, latent=latent, projection=projection).removeprefix(".")
-    if dialect.switch(HYBRID):  # of which core has no local layers, but whose norms ModelOpt keeps in modules
-        return (engine,) if dialect.switch(SPELT) else tuple(dict.fromkeys((engine, local)))
+    if dialect.read_flag(HYBRID):  # of which core has no local layers, but whose norms ModelOpt keeps in modules
+        return (engine,) if dialect.read_flag(SPELT) else tuple(dict.fromkeys((engine, local)))
     if dialect.text(MODULES):
         return (local if dialect.text(MODULES) == OWN else engine,)
-    return tuple(dict.fromkeys((asked, engine) if dialect.switch(SPELT) else (asked, engine, local)))
+    return tuple(dict.fromkeys((asked, engine) if dialect.read_flag(SPELT) else (asked, engine, local)))
 
 
 def _list_entries(model: Model, dialect: NamingScheme, rank: int) -> Iterator[SchemaEntry]:

@@ -54,7 +54,7 @@ class _Buffer:
         """The states of each bucket, in the order of buckets."""
         return [self.buckets[number] for number in sorted(self.buckets)]
 
-    def edges(self) -> list[frozenset[int]]:
+    def list_bucket_edges(self) -> list[frozenset[int]]:
         """Where the items of each bucket begin and end."""
         return [
             frozenset(edge for c in next(iter(held.values())).chunks for edge in (c.box.origin[0], c.box.stop[0]))
@@ -170,7 +170,7 @@ def _place_rank(
     for buffer in buffers[chunk * count : (chunk + 1) * count]:
         own = [each for each in left if each.dtype == buffer.dtype]
         left = [each for each in left if each.dtype != buffer.dtype]
-        starts = _place_parameters([each.size for each in own], buffer.sizes, buffer.edges())
+        starts = _place_parameters([each.size for each in own], buffer.sizes, buffer.list_bucket_edges())
         if starts is None:
             return None
         states = buffer.states

@@ -61,7 +61,7 @@ class CellWriter:
         for same in arrays.values():
             check_stack(same)
         self.cells = [cell for same in arrays.values() for cell in same]
-        self.dtypes = {name: self._dtype(same) for name, same in arrays.items()}
+        self.dtypes = {name: self._find_dtype(same) for name, same in arrays.items()}
         self._ranks: dict[tuple[str, int, int, int], int] = {}
         for rank in range(self.mesh.world):
             at = self.mesh.coordinate(rank)
@@ -72,7 +72,7 @@ class CellWriter:
         """Rank by rank, each in the order of the arrays, objects behind the weights of their module."""
         by_rank: dict[int, list[tuple[StackCell, int, int]]] = {}
         for cell in self.cells:
-            for rank, index, count in self._shares(cell):
+            for rank, index, count in self._list_shares(cell):
                 by_rank.setdefault(rank, []).append((cell, index, count))
         for rank in sorted(by_rank):
             self.files.rank(rank)
@@ -84,7 +84,7 @@ class CellWriter:
                         written.add(key)
                         self.files.object(key, _EMPTY_EXTRA_STATE)
 
-    def _shares(self, cell: StackCell) -> Iterator[tuple[int, int, int]]:
+    def _list_shares(self, cell: StackCell) -> Iterator[tuple[int, int, int]]:
         """Yield the ranks that write a part of a cell, each with the part's index among how many."""
         stage = self._stage_of[cell.layer if cell.layer is not None else 0 if cell.first else -1]
         axis, group = "tp", 0
@@ -114,7 +114,7 @@ class CellWriter:
                 stored = part.pulled(Chunk(Box.whole(part.shape), dtype, where, cell.name))
                 self.stored += ((n, replace(c, aside=True) if self._is_copy(cell, n) else c) for n, c in stored)
 
-    def _dtype(self, same: list[StackCell]) -> DType:
+    def _find_dtype(self, same: list[StackCell]) -> DType:
         """Return the one type of an array."""
         kinds: dict[DType, str] = {}
         for cell in same:

@@ -167,7 +167,7 @@ def _read_number(node: object, saved: SavedFile, source: Source) -> float | None
 def _walk_dicts(node: object, depth: int, visits: VisitCounter) -> Iterator[dict[Any, Any]]:
     """Yield the dicts in dicts and lists, the outermost first, few enough to be looked at."""
     found = as_mapping(node)
-    visits.visit(1)
+    visits.charge_nodes(1)
     if found is not None:
         yield found
     inside = list(found.values()) if found is not None else node

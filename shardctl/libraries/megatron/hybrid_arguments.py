@@ -60,7 +60,7 @@ def build_hybrid_arguments(config: Mapping[str, object], model: Model) -> dict[s
         "qk_layernorm": False,
         "multi_latent_attention": False,
         "window_size": None,
-        "fp32_residual_connection": said.switch("residual_in_fp32", default=False),
+        "fp32_residual_connection": said.read_flag("residual_in_fp32", default=False),
         "untie_embeddings_and_output_weights": not is_tied(model),
         "is_hybrid_model": True,
         "spec": _MAMBA_LAYER_SPEC,
@@ -84,7 +84,7 @@ def _check_config(said: ModelConfig, model: Model) -> None:
     if not count_experts(model):
         return
     several = said.size("num_experts_per_tok", 2) > 1
-    if said.switch("norm_topk_prob", default=True) != several:
+    if said.read_flag("norm_topk_prob", default=True) != several:
         raise UnsupportedError(
             f"{TITLE} divides the sigmoids of chosen experts by their sum, "
             + ("which this config does not" if several else "but not that of one alone, which this config does")

@@ -77,7 +77,7 @@ def convert_hybrid_arguments(said: ModelConfig, *, tied: bool) -> dict[str, obje
         return None
     dtype = str(said.values.get("params_dtype") or "").removeprefix("torch.")
     heads, hidden = said.size("num_attention_heads"), said.size("hidden_size")
-    grouped = said.switch("group_query_attention", default=False)
+    grouped = said.read_flag("group_query_attention", default=False)
     values: dict[str, object] = {
         "architectures": ["NemotronHForCausalLM"],
         "model_type": FAMILY,
@@ -92,7 +92,7 @@ def convert_hybrid_arguments(said: ModelConfig, *, tied: bool) -> dict[str, obje
         "head_dim": said.size("kv_channels", hidden // heads),
         "max_position_embeddings": said.size("max_position_embeddings", 4_096),
         "layer_norm_epsilon": said.values.get("norm_epsilon", 1e-5),
-        "residual_in_fp32": said.switch("fp32_residual_connection", default=False),
+        "residual_in_fp32": said.read_flag("fp32_residual_connection", default=False),
         "mlp_hidden_act": "relu2",
         **{name: said.size(arg, usual) for arg, (name, usual) in MAMBA.items()},
     }

@@ -81,7 +81,7 @@ FURTHER_LAYERS: Final = "its own are whole, and as the last layer; --only mtp --
 
 def build_model_parts(model: Model, dialect: NamingScheme) -> ModelParts:
     """Build the model's tensors, as the dialect's norms keep them; those of some models have them so, too."""
-    changed = dialect.switch(ZERO_CENTRED) and not TRAITS[model.family].centred
+    changed = dialect.read_flag(ZERO_CENTRED) and not TRAITS[model.family].centred
     return ModelParts(model, TITLE, GAMMA_LESS_ONE if changed else "")
 
 

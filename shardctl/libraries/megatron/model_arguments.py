@@ -91,7 +91,7 @@ def convert_config_to_arguments(config: Mapping[str, object], model: Model) -> d
     }
     found |= _build_special_arguments(said, model)
     if latent:
-        if not said.switch("rope_interleave", default=True):
+        if not said.read_flag("rope_interleave", default=True):
             raise UnsupportedError(f"{TITLE} turns neighbours in latent attention, which this config does not")
         found |= {name: _as_integer(said.values.get(other)) for name, other in LATENT.items()}
         found |= {"group_query_attention": False, "num_query_groups": heads, "kv_channels": hidden // heads}
@@ -171,13 +171,13 @@ def _build_expert_arguments(said: ModelConfig, model: Model) -> dict[str, Settin
         "moe_shared_expert_intermediate_size": shared,
         "moe_shared_expert_gate": any(name.endswith(".mlp.shared_expert_gate.weight") for name in own),
         "moe_router_pre_softmax": not (
-            model.family == "mixtral" or turning or said.switch("norm_topk_prob", default=delta)
+            model.family == "mixtral" or turning or said.read_flag("norm_topk_prob", default=delta)
         ),
         "moe_router_load_balancing_type": "none",
     }
     if not TRAITS[model.family].balanced:
         return found
-    if not said.switch("norm_topk_prob", default=True):
+    if not said.read_flag("norm_topk_prob", default=True):
         raise UnsupportedError(
             f"{TITLE} divides the sigmoids of chosen experts by their sum, which this config does not"
         )
@@ -200,7 +200,7 @@ def _build_expert_arguments(said: ModelConfig, model: Model) -> dict[str, Settin
 
 def _build_gpt2_arguments(config: Mapping[str, object], model: Model) -> dict[str, Setting]:
     hidden = model.tensors["transformer.wte.weight"].shape[1]
-    said = ModelConfig(config).called({"n_head": "num_attention_heads"})
+    said = ModelConfig(config).alias_keys({"n_head": "num_attention_heads"})
     heads, activation = said.size("n_head"), said.text("activation_function", "gelu_new")
     if activation not in {"gelu_new", "gelu_pytorch_tanh", "gelu"}:
         raise UnsupportedError(f"{TITLE} has no activation {ascii(activation)[:40]} in models like GPT-2")

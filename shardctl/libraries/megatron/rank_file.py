@@ -120,7 +120,7 @@ def read_rank_file(source: Source, path: str) -> MegatronRankFile:
 def _walk_leaves(node: object, depth: int, visits: VisitCounter) -> Iterator[tuple[str, Any]]:
     """Yield what a model's dictionaries hold, their keys joined by dots; a wrapper's ``module.`` is left out."""
     held = as_mapping(node) or {}
-    visits.visit(len(held))
+    visits.charge_nodes(len(held))
     for key, value in held.items():
         name = str(key).removeprefix("module.")
         inner = as_mapping(value) if depth else None

@@ -32,8 +32,8 @@ def list_turning_experts(parts: ModelParts, have: str, held: range | None) -> It
     for kind in ("weight", "bias"):
         yield WholeArray(f"mlp.router.{kind}", (parts[f"{have}.router.{kind}"],))
     count = parts[f"{have}.router.weight"].shape[0]
-    both = parts[f"{have}.experts.gate_up_proj"].unfolded(2).permuted((3, 0, 2, 1)).split()
-    biases = parts[f"{have}.experts.gate_up_proj_bias"].unfolded(2).permuted((2, 0, 1)).split()
+    both = parts[f"{have}.experts.gate_up_proj"].unfold_dim(2).permute_dims((3, 0, 2, 1)).split()
+    biases = parts[f"{have}.experts.gate_up_proj_bias"].unfold_dim(2).permute_dims((2, 0, 1)).split()
     down, bias = (parts[f"{have}.experts.{name}"] for name in ("down_proj", "down_proj_bias"))
     for expert in held or range(count):
         yield WholeArray(f"{_FIRST}.weight", tuple(each.at(0, expert) for each in both), 0, expert)

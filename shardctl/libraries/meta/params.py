@@ -75,7 +75,7 @@ class MetaParams:
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
             "head_dim": self.head,
-            "intermediate_size": self._ffn(shapes),
+            "intermediate_size": self._compute_ffn_size(shapes),
             "vocab_size": vocabulary,
             "rms_norm_eps": self.given.get("norm_eps") or 1e-5,
             "max_position_embeddings": context,
@@ -108,7 +108,7 @@ class MetaParams:
         )
         return OwnConfig(config, (warning,), frozenset(assumed))
 
-    def _ffn(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    def _compute_ffn_size(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
         """Return inner elements of the MLP, by the tensors, else by the rule of `FeedForward`."""
         stored = shapes.get("layers.0.feed_forward.w1.weight")
         if stored is not None:

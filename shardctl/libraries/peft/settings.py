@@ -108,7 +108,7 @@ def parse_settings(values: Mapping[str, Any], *, merged: bool = True) -> Adapter
     if merged:
         _check_mergeable(values)
     config = ModelConfig(values, ADAPTER_CONFIG)
-    dora, stabilised = (config.switch(key, default=False) for key in ("use_dora", "use_rslora"))
+    dora, stabilised = (config.read_flag(key, default=False) for key in ("use_dora", "use_rslora"))
     parameters = read_names(values, "target_parameters")
     return AdapterSettings(
         base=config.text("base_model_name_or_path", ""),
@@ -117,8 +117,8 @@ def parse_settings(values: Mapping[str, Any], *, merged: bool = True) -> Adapter
         alpha=_read_number(values.get("lora_alpha", 8), "lora_alpha"),
         stabilised=stabilised,
         dora=dora,
-        biased=config.switch("lora_bias", default=False),
-        transposed=config.switch("fan_in_fan_out", default=False),
+        biased=config.read_flag("lora_bias", default=False),
+        transposed=config.read_flag("fan_in_fan_out", default=False),
         targets=(*read_names(values, "target_modules"), *parameters),
         modules=parse_target_modules(values),
         parameters=parameters,
@@ -126,7 +126,7 @@ def parse_settings(values: Mapping[str, Any], *, merged: bool = True) -> Adapter
             int(part) for part in str(values.get("peft_version") or "").split(".")[:2] if _VERSION_PART.fullmatch(part)
         ),
         tokens=tuple(_read_tokens(values)),
-        tied=config.switch("ensure_weight_tying", default=False),
+        tied=config.read_flag("ensure_weight_tying", default=False),
         ranks=tuple((expression, int(value)) for expression, value in _read_pattern(values, "rank_pattern")),
         alphas=tuple(_read_pattern(values, "alpha_pattern")),
     )

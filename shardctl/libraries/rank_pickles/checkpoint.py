@@ -151,7 +151,7 @@ def _walk_leaves(tree: object, path: str) -> Iterator[tuple[Way, Any]]:
     visits = VisitCounter(path)
     while todo:
         way, node = todo.pop()
-        visits.visit(len(node) if isinstance(node, list | dict) else 1)
+        visits.charge_nodes(len(node) if isinstance(node, list | dict) else 1)
         inside = as_mapping(node)
         if inside is None and isinstance(node, list) and any(isinstance(each, CallNode | dict) for each in node):
             inside = dict(enumerate(node))

@@ -192,10 +192,12 @@ class _ParsedHeader:
 
     def read(self, text: str) -> None:
         self._text = text
-        check_end_of_text(text, walk_object(text, skip_space(text, 0), self._member, plain=self._plain))
+        check_end_of_text(
+            text, walk_object(text, skip_space(text, 0), self._parse_member, plain=self._parse_plain_members)
+        )
 
-    def _plain(self, at: int) -> int:
-        """Take the plain members from `at` on; what is wrong with one is for `_member` to say."""
+    def _parse_plain_members(self, at: int) -> int:
+        """Take the plain members from `at` on; what is wrong with one is for `_parse_member` to say."""
         text, start, kinds, names, entries = self._text, self._start, self._kinds, self._names, self.entries
         if not entries and _PLAIN_MEMBER.match(text, at):
             at = self._take_compact(at)
@@ -253,7 +255,7 @@ class _ParsedHeader:
         self.entries += arrays
         return end - len("}}") - len(last) - 1
 
-    def _member(self, name: str, at: int) -> int:
+    def _parse_member(self, name: str, at: int) -> int:
         if name in self._names:
             raise MalformedError(f"the name {name!r} appears twice")
         self._names.add(name)

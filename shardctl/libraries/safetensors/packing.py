@@ -76,7 +76,7 @@ class TensorArray:
             stored = Chunk(self.box, dtype, region, name)
             stored = self.merged.split_dims(stored) if self.merged is not None else stored
             for tensor, view, part in zip(tensors, self.views.views, self.views.parts, strict=True):
-                chunk = view.pull(stored, part)
+                chunk = view.map_chunk_part(stored, part)
                 if chunk is not None:
                     yield tensor.name, replace(chunk, turns=count_turns(tensor.shape, part))
 

@@ -72,10 +72,10 @@ class ArchiveCrcs:
         archive = read_archive(self._source, path, start=offset, size=size)
         records = sorted(archive.records.values(), key=lambda record: record.offset)
         if offset + size - archive.directory <= _MAX_COMPARED_DIRECTORY_BYTES:
-            self._remember(archive.directory, path, offset, size, [(r.name, r.offset, r.size) for r in records])
+            self._cache_directory(archive.directory, path, offset, size, [(r.name, r.offset, r.size) for r in records])
         return [CrcRange(record.name, record.offset, record.size, record.crc) for record in records]
 
-    def _remember(
+    def _cache_directory(
         self, directory: int, path: str, offset: int, size: int, records: Sequence[tuple[str, int, int]]
     ) -> None:
         tail = read_bytes(self._source, path, directory, offset + size - directory)

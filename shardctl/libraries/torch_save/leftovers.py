@@ -49,9 +49,11 @@ class LeftoverNotes:
 
     def list_warnings(self) -> tuple[str, ...]:
         """List one warning of each kind, which names a few things and how many files hold some."""
-        return tuple(chain.from_iterable(self._describe(kind, groups) for kind, groups in self._found.items()))
+        return tuple(
+            chain.from_iterable(self._describe_leftovers(kind, groups) for kind, groups in self._found.items())
+        )
 
-    def _describe(self, kind: str, groups: dict[tuple[str, ...], dict[str, None]]) -> Iterator[str]:
+    def _describe_leftovers(self, kind: str, groups: dict[tuple[str, ...], dict[str, None]]) -> Iterator[str]:
         untold = {listed: paths for listed, paths in groups.items() if not self._told.issuperset(listed)}
         things = [thing for thing in dict.fromkeys(chain.from_iterable(untold)) if thing not in self._told]
         paths = dict.fromkeys(chain.from_iterable(untold.values()))

@@ -91,7 +91,7 @@ class VisitCounter:
         self.path = path
         self.left = _MAX_NODE_VISITS
 
-    def visit(self, number: int) -> None:
+    def charge_nodes(self, number: int) -> None:
         """Charge `number` nodes; raises HostileError if they are too many."""
         self.left -= number
         if self.left < 0:

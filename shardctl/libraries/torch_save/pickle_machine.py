@@ -76,23 +76,23 @@ class _PickleMachine(PickleState):
     def run(self) -> ParsedPickle:
         """Return every opcode up to STOP."""
         try:
-            self._steps()
+            self._run_opcodes()
             value = self.stack.pop()
         except struct.error:
-            self.truncated()
+            self.raise_truncated()
         except IndexError:
             if self.pos >= len(self.data):
-                self.truncated()
-            self.malformed("takes more from the stack than is on it")
+                self.raise_truncated()
+            self.raise_malformed("takes more from the stack than is on it")
         except KeyError as error:  # only the table of handlers raises it
-            self.malformed(f"has the unknown opcode {error.args[0]:#04x}")
+            self.raise_malformed(f"has the unknown opcode {error.args[0]:#04x}")
         except (ValueError, OverflowError) as error:  # of int(), float() and decode()
-            self.malformed(f"has an argument that does not parse ({error})")
+            self.raise_malformed(f"has an argument that does not parse ({error})")
         if self.stack or self.marked:
-            self.malformed("stops with values left on its stack")
+            self.raise_malformed("stops with values left on its stack")
         return ParsedPickle(value, tuple(self.persistents), tuple(self.globals.values()), self.pos)
 
-    def _steps(self) -> None:
+    def _run_opcodes(self) -> None:
         data, handlers, limits = self.data, _OPCODE_HANDLERS, self.limits
         for before in range(0, limits.opcodes, _OPCODES_PER_CHECK):
             self.ran = before
@@ -103,9 +103,9 @@ class _PickleMachine(PickleState):
                     return
                 handlers[code](self)
             if self.spent > limits.memory:
-                self.hostile(f"asks for more than {limits.memory >> 20} MiB of objects")
+                self.raise_hostile(f"asks for more than {limits.memory >> 20} MiB of objects")
         self.ran = limits.opcodes
-        self.hostile(f"has more than {limits.opcodes:,} opcodes, or those of the checkpoint's files do together")
+        self.raise_hostile(f"has more than {limits.opcodes:,} opcodes, or those of the checkpoint's files do together")
 
     # Stack and memo
 
@@ -125,16 +125,16 @@ class _PickleMachine(PickleState):
         self.recall(int(self.line()))
 
     def binget(self) -> None:
-        self.recall(self.u1())
+        self.recall(self.read_uint8())
 
     def long_binget(self) -> None:
-        self.recall(self.u4())
+        self.recall(self.read_uint32())
 
     def put(self) -> None:
         self.remember(int(self.line()))
 
     def binput(self) -> None:
-        self.remember(self.u1())
+        self.remember(self.read_uint8())
 
     def long_binput(self) -> None:  # a quarter of all opcodes, so spelled out
         index = _u4(self.data, self.pos)[0]
@@ -175,19 +175,19 @@ class _PickleMachine(PickleState):
         self.pos += 1
 
     def binint2(self) -> None:
-        self.stack.append(self.u2())
+        self.stack.append(self.read_uint16())
         self.spent += 32
 
-    def _long(self, size: int) -> None:
+    def _push_long(self, size: int) -> None:
         if size > _MAX_INTEGER_BYTES:
-            self.hostile(f"has an integer of {size:,} bytes")
+            self.raise_hostile(f"has an integer of {size:,} bytes")
         self.stack.append(int.from_bytes(self.take(size), "little", signed=True))
 
     def long1(self) -> None:
-        self._long(self.u1())
+        self._push_long(self.read_uint8())
 
     def long4(self) -> None:
-        self._long(self.u4())
+        self._push_long(self.read_uint32())
 
     def float_line(self) -> None:
         self.stack.append(float(self.line()))
@@ -202,35 +202,35 @@ class _PickleMachine(PickleState):
     def string_line(self) -> None:
         line = self.line().strip()
         if len(line) < 2 or line[0] != line[-1] or line[0] not in b"'\"":  # noqa: PLR2004 - two quotes
-            self.malformed("has a string without quotes")
+            self.raise_malformed("has a string without quotes")
         self.stack.append(_decode_text(codecs.escape_decode(line[1:-1])[0]))
 
     def binstring(self) -> None:
-        self.stack.append(_decode_text(self.take(self.u4())))
+        self.stack.append(_decode_text(self.take(self.read_uint32())))
 
     def short_binstring(self) -> None:
-        self.stack.append(_decode_text(self.take(self.u1())))
+        self.stack.append(_decode_text(self.take(self.read_uint8())))
 
     def unicode_line(self) -> None:
         self.stack.append(self.line().decode("raw-unicode-escape"))
 
     def binunicode(self) -> None:
-        self.stack.append(self.text(self.u4()))
+        self.stack.append(self.text(self.read_uint32()))
 
     def short_binunicode(self) -> None:
-        self.stack.append(self.text(self.u1()))
+        self.stack.append(self.text(self.read_uint8()))
 
     def binunicode8(self) -> None:
-        self.stack.append(self.text(self.u8()))
+        self.stack.append(self.text(self.read_uint64()))
 
     def binbytes(self) -> None:
-        self.stack.append(self.take(self.u4()))
+        self.stack.append(self.take(self.read_uint32()))
 
     def short_binbytes(self) -> None:
-        self.stack.append(self.take(self.u1()))
+        self.stack.append(self.take(self.read_uint8()))
 
     def binbytes8(self) -> None:
-        self.stack.append(self.take(self.u8()))
+        self.stack.append(self.take(self.read_uint64()))
 
     # Containers
 
@@ -319,7 +319,7 @@ class _PickleMachine(PickleState):
     def newobj_ex(self) -> None:
         kwargs, args = self.stack.pop(), self.stack.pop()
         if not isinstance(kwargs, dict):
-            self.malformed("calls with keyword arguments that are no dict")
+            self.raise_malformed("calls with keyword arguments that are no dict")
         self.push_call(self.stack.pop(), args, kwargs, new=True)
 
     def inst(self) -> None:
@@ -330,19 +330,19 @@ class _PickleMachine(PickleState):
     def obj(self) -> None:
         items = self.close_mark()
         if not items:
-            self.malformed("makes an object of nothing")
+            self.raise_malformed("makes an object of nothing")
         self.push_call(items[0], tuple(items[1:]))
 
     def build(self) -> None:
         state = self.stack.pop()
         target = self.stack[-1]
         if not isinstance(target, CallNode):
-            self.malformed(f"sets the state of a {type(target).__name__}")
+            self.raise_malformed(f"sets the state of a {type(target).__name__}")
         if target.state is not None:
-            self.malformed("sets the state of an object twice")
+            self.raise_malformed("sets the state of an object twice")
         target.state = state
         if self.shortcut is not None and not self.attributes:
-            self.shortcut.fold(self)
+            self.shortcut.fold_objects(self)
 
     def persid(self) -> None:
         self.stack.append(self.line().decode())
@@ -357,14 +357,14 @@ class _PickleMachine(PickleState):
     # The frame of it all
 
     def proto(self) -> None:
-        protocol = self.u1()
+        protocol = self.read_uint8()
         if protocol > _HIGHEST_PROTOCOL:
             raise UnsupportedError(f"{self.where}: pickle protocol {protocol} is newer than {_HIGHEST_PROTOCOL}")
 
     def frame(self) -> None:
-        size = self.u8()
+        size = self.read_uint64()
         if size > len(self.data) - self.pos:
-            self.truncated()
+            self.raise_truncated()
 
     def extension(self) -> None:
         raise UnsupportedError(f"{self.where}: the pickle uses a copyreg extension code, which only its writer knows")

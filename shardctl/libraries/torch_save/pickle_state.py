@@ -67,7 +67,7 @@ class PickleLimits:
 class PickleShortcut(Protocol):
     """Runs the opcodes of many objects that are alike at one go, for as many as have the one form that it knows."""
 
-    def fold(self, state: PickleState) -> None:
+    def fold_objects(self, state: PickleState) -> None:
         """Go on from `state.pos`, after the state of an object was set, as far as objects of that form follow.
 
         Each becomes a `FoldedCall`, and each part of it that the pickle stores in the memo `PASSED`.
@@ -119,18 +119,18 @@ class PickleState:
         self.odd = 0
         self.shortcut = shortcut
 
-    def malformed(self, what: str) -> NoReturn:
+    def raise_malformed(self, what: str) -> NoReturn:
         """Raise SourceError: no pickler writes this."""
         raise SourceError(f"{self.where}: the pickle {what}, at byte {self.pos}")
 
-    def hostile(self, what: str) -> NoReturn:
+    def raise_hostile(self, what: str) -> NoReturn:
         """Raise HostileError."""
         raise HostileError(
             f"{self.where}: the pickle {what}, at byte {self.pos}",
             hint="do not load this file with anything that unpickles; get the weights from another place",
         )
 
-    def truncated(self) -> NoReturn:
+    def raise_truncated(self) -> NoReturn:
         """Raise TruncatedError."""
         raise TruncatedError(f"{self.where}: the pickle is cut off at byte {len(self.data)}")
 
@@ -160,32 +160,32 @@ class PickleState:
         end = self.data.find(b"\n", self.pos, self.pos + _MAX_LINE_BYTES)
         if end < 0:
             if self.pos + _MAX_LINE_BYTES > len(self.data):
-                self.truncated()
-            self.malformed(f"has a line of more than {_MAX_LINE_BYTES:,} bytes")
+                self.raise_truncated()
+            self.raise_malformed(f"has a line of more than {_MAX_LINE_BYTES:,} bytes")
         line = self.data[self.pos : end]
         self.pos = end + 1
         self.spent += FLAT + len(line)
         return line
 
-    def u1(self) -> int:
+    def read_uint8(self) -> int:
         """Return the next byte."""
         value = self.data[self.pos]
         self.pos += 1
         return value
 
-    def u2(self) -> int:
+    def read_uint16(self) -> int:
         """Return the next two bytes, little-endian like the others."""
         value: int = _u2(self.data, self.pos)[0]
         self.pos += 2
         return value
 
-    def u4(self) -> int:
+    def read_uint32(self) -> int:
         """Return the next four bytes."""
         value: int = _u4(self.data, self.pos)[0]
         self.pos += 4
         return value
 
-    def u8(self) -> int:
+    def read_uint64(self) -> int:
         """Return the next eight bytes."""
         value: int = _u8(self.data, self.pos)[0]
         self.pos += 8
@@ -196,7 +196,7 @@ class PickleState:
     def open_mark(self) -> None:
         """Begin a new stack above the present one."""
         if len(self.marked) >= self.limits.depth:
-            self.hostile(f"nests deeper than {self.limits.depth:,} levels")
+            self.raise_hostile(f"nests deeper than {self.limits.depth:,} levels")
         self.marked.append(self.stack)
         self.stack = []
 
@@ -204,7 +204,7 @@ class PickleState:
         """Return everything since the last mark."""
         items = self.stack
         if not self.marked:
-            self.malformed("closes a mark that was never opened")
+            self.raise_malformed("closes a mark that was never opened")
         self.stack = self.marked.pop()
         return items
 
@@ -212,7 +212,7 @@ class PickleState:
         """Push what the memo holds."""
         value = self.memo[index] if 0 <= index < len(self.memo) else _EMPTY_MEMO_SLOT
         if value is _EMPTY_MEMO_SLOT:
-            self.malformed(f"recalls memo {index}, which was never stored")
+            self.raise_malformed(f"recalls memo {index}, which was never stored")
         if value is PASSED:
             raise PassedError
         self.stack.append(value)
@@ -225,7 +225,7 @@ class PickleState:
             memo.append(value)
             return
         if not 0 <= index < self.limits.memo:
-            self.hostile(f"stores to memo {index:,}")
+            self.raise_hostile(f"stores to memo {index:,}")
         if index > len(memo):  # Python 2 counts from 1
             memo.extend([_EMPTY_MEMO_SLOT] * (index + 1 - len(memo)))
         memo[index] = value
@@ -243,56 +243,56 @@ class PickleState:
                 self.spent += NODE
             target.elements.extend(values)
         else:
-            self.malformed(f"appends to a {target if isinstance(target, CallNode) else type(target).__name__}")
+            self.raise_malformed(f"appends to a {target if isinstance(target, CallNode) else type(target).__name__}")
 
     def store(self, target: object, items: list[Any]) -> None:
         """Store alternating keys and values in a dict or in whatever a call would have returned."""
         if len(items) % 2:
-            self.malformed("stores a key without a value")
+            self.raise_malformed("stores a key without a value")
         if isinstance(target, CallNode):
             if target.items is None:
                 target.items = {}
                 self.spent += NODE
             target = target.items
         if not isinstance(target, dict):
-            self.malformed(f"stores by key into a {type(target).__name__}")
+            self.raise_malformed(f"stores by key into a {type(target).__name__}")
         before, keys = len(target), items[::2]
         self.spent += NODE * len(keys)
         for key in keys:
             if type(key) not in _SAFE_KEYS:
-                self._admit(key, before)
+                self._count_hashed_key(key, before)
         target.update(zip(keys, items[1::2], strict=True))
         if len(target) != before + len(keys):
-            self.malformed("stores the same key twice")
+            self.raise_malformed("stores the same key twice")
 
-    def _admit(self, key: object, before: int) -> None:
+    def _count_hashed_key(self, key: object, before: int) -> None:
         """Count a key whose collisions can be arranged; integers in sequence cannot collide."""
         if type(key) is tuple:
             if len(key) > _KEY_PARTS:
-                self.malformed(f"has a tuple of {len(key):,} parts as a key; real ones have a few")
+                self.raise_malformed(f"has a tuple of {len(key):,} parts as a key; real ones have a few")
             if any(type(part) not in _KEY_ELEMENT_TYPES for part in key):  # its hash would recurse
-                self.malformed("has a nested tuple as a key")
+                self.raise_malformed("has a nested tuple as a key")
         elif type(key) is int:
             if before <= key < before + _DICT_BATCH_ITEMS:
                 return
         elif type(key) is not float:
-            self.malformed(f"has a {type(key).__name__} as a key")
+            self.raise_malformed(f"has a {type(key).__name__} as a key")
         self.odd += 1
         if self.odd > self.limits.odd_keys:
-            self.hostile(f"has more than {self.limits.odd_keys:,} numbers or tuples as keys")
+            self.raise_hostile(f"has more than {self.limits.odd_keys:,} numbers or tuples as keys")
 
     # Names and calls
 
     def named(self, module: object, name: object) -> GlobalNode:
         """Return the reference to a global, one object for each; hostile if it runs code."""
         if not isinstance(module, str) or not isinstance(name, str):
-            self.malformed("names a global by something other than text")
+            self.raise_malformed("names a global by something other than text")
         if len(module) + len(name) > _MAX_GLOBAL_NAME_CHARACTERS:
-            self.malformed(f"names a global in more than {_MAX_GLOBAL_NAME_CHARACTERS:,} characters")
+            self.raise_malformed(f"names a global in more than {_MAX_GLOBAL_NAME_CHARACTERS:,} characters")
         known = self.globals.get((module, name))
         if known is None:
             if can_execute_code(module, name):
-                self.hostile(f"mentions {module}.{name}, which runs code")
+                self.raise_hostile(f"mentions {module}.{name}, which runs code")
             known = self.globals[module, name] = GlobalNode(module, name)
             self.spent += 2 * NODE
             if is_getattr(module, name):
@@ -308,18 +308,18 @@ class PickleState:
         reach a module through another. As an argument of another function nobody needs it.
         """
         if not isinstance(function, GlobalNode | CallNode):
-            self.malformed(f"calls a {type(function).__name__}")
+            self.raise_malformed(f"calls a {type(function).__name__}")
         if not isinstance(args, tuple):
-            self.malformed(f"calls with a {type(args).__name__} for arguments")
+            self.raise_malformed(f"calls with a {type(args).__name__} for arguments")
         self.spent += NODE
         if self.attributes:
             self.spent += 32 * len(args)  # the same tuple may be looked through again and again
         if self.attributes and any(type(argument) is GlobalNode and argument in self.attributes for argument in args):
-            self.hostile("hands getattr to another function")
+            self.raise_hostile("hands getattr to another function")
         if isinstance(function, GlobalNode) and function in self.attributes:
-            self.stack.append(self._attribute(function, args))
+            self.stack.append(self._resolve_attribute(function, args))
         elif function in MAPPINGS:
-            self.stack.append(self._mapping(function, args if not kwargs else (None,), new=new))
+            self.stack.append(self._build_mapping(function, args if not kwargs else (None,), new=new))
         else:
             if (
                 isinstance(function, GlobalNode)
@@ -329,7 +329,7 @@ class PickleState:
                 args = tuple(tuple(a) if type(a) is list and len(a) <= _MAX_SNAPSHOT_ITEMS else a for a in args)
             self.stack.append(CallNode(function, args, kwargs))
 
-    def _mapping(self, function: Any, args: tuple[Any, ...], *, new: bool) -> CallNode:  # noqa: ANN401 - of a tree
+    def _build_mapping(self, function: Any, args: tuple[Any, ...], *, new: bool) -> CallNode:  # noqa: ANN401 - of a tree
         """Return a mapping with the items that it was made of: they are those that were there then.
 
         Python 2 wrote an ordered dict as a call with a list of pairs. `__new__` would ignore them.
@@ -340,22 +340,22 @@ class PickleState:
             return made
         (items,) = given if len(given) == 1 else (None,)
         if new or not isinstance(items, list | dict):
-            self.malformed(f"makes a {function} of something else than pairs or a dict")
+            self.raise_malformed(f"makes a {function} of something else than pairs or a dict")
         self.spent += NODE * len(items)
         if self.spent > self.limits.memory:
-            self.hostile(f"asks for more than {self.limits.memory >> 20} MiB of objects")
+            self.raise_hostile(f"asks for more than {self.limits.memory >> 20} MiB of objects")
         pairs = items.items() if isinstance(items, dict) else items
         if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):  # noqa: PLR2004 - a pair
-            self.malformed(f"makes a {function} of something else than pairs")
+            self.raise_malformed(f"makes a {function} of something else than pairs")
         self.store(made, [part for pair in pairs for part in pair])
         return made
 
-    def _attribute(self, function: GlobalNode, args: tuple[Any, ...]) -> GlobalNode | CallNode:
+    def _resolve_attribute(self, function: GlobalNode, args: tuple[Any, ...]) -> GlobalNode | CallNode:
         if len(args) < 2 or not isinstance(args[1], str) or len(args[1]) > _MAX_GLOBAL_NAME_CHARACTERS:  # noqa: PLR2004 - object and name
-            self.malformed("calls getattr with strange arguments")
+            self.raise_malformed("calls getattr with strange arguments")
         target, attribute = args[:2]
         if isinstance(target, GlobalNode):
             return self.named(target.module, f"{target.name}.{attribute}")
         if can_reach_code(attribute):
-            self.hostile(f"reaches for the attribute {attribute}")
+            self.raise_hostile(f"reaches for the attribute {attribute}")
         return CallNode(function, args)

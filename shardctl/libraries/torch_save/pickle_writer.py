@@ -86,18 +86,18 @@ class _PickleWriter:
             case dict():
                 self.mapping(value)
             case PickleCall():
-                self.made(value)
+                self.write_call(value)
             case PickleObject() | PickleReference():
                 self.object(value)
             case _:
                 raise AssertionError(f"{type(value).__name__} is not written")
 
     def once(self, value: Value, encoded: bytes) -> None:
-        if not self.recalled(value):
+        if not self.write_memo_reference(value):
             self.out += encoded
             self.remember(value)
 
-    def recalled(self, value: Value) -> bool:
+    def write_memo_reference(self, value: Value) -> bool:
         index = self.memo.get(value)
         if index is None:
             return False
@@ -109,8 +109,8 @@ class _PickleWriter:
             self.memo[value] = len(self.memo)
             self.out += b"\x94"
 
-    def made(self, value: PickleCall) -> None:
-        if not self.recalled(value):
+    def write_call(self, value: PickleCall) -> None:
+        if not self.write_memo_reference(value):
             self.put(value.function)
             self.tuple(value.args)
             self.out += b"R"

@@ -53,12 +53,12 @@ class SavedOptimizer:
         held = get_optimizer(node) or {}
         for parameter, states in (as_mapping(held[STATE]) or {}).items():
             inside = as_mapping(states) or {}
-            visits.visit(1 + len(inside))
+            visits.charge_nodes(1 + len(inside))
             for name, node in inside.items():
                 self._add(self._sorted.states, (STATE, parameter, name), node)
         for number, group in enumerate(held[GROUPS]):
             inside = as_mapping(group) or {}
-            visits.visit(1 + len(inside))
+            visits.charge_nodes(1 + len(inside))
             for name, node in inside.items():
                 self._add(self._sorted.settings, (GROUPS, number, name), node)
 

@@ -132,15 +132,15 @@ class _ZipReader:
 
     def archive(self) -> ZipArchive:
         first, length, count = self._end()
-        entries = list(self._entries(self._read(first, length), count))
-        names, root = self._names(entries)
-        records = self._locate(entries, names, first)
+        entries = list(self._parse_entries(self._read(first, length), count))
+        names, root = self._read_names(entries)
+        records = self._locate_records(entries, names, first)
         return ZipArchive(self.path, root, records, self.start + first)
 
     def _read(self, offset: int, size: int) -> bytes:
         return read_bytes(self.source, self.path, self.start + offset, size)
 
-    def _refuse(self, what: str, hint: str | None = None) -> NoReturn:
+    def _raise_malformed(self, what: str, hint: str | None = None) -> NoReturn:
         raise SourceError(f"{self.path}: the zip archive {what}", hint=hint)
 
     # The end: where the directory is
@@ -148,21 +148,21 @@ class _ZipReader:
     def _end(self) -> tuple[int, int, int]:
         """Return offset, length and number of entries of the central directory."""
         if self.size < END.size:
-            self._refuse("is cut off before its directory", _REFETCH_FILE_HINT)
+            self._raise_malformed("is cut off before its directory", _REFETCH_FILE_HINT)
         at = self.size - END.size
         end = END.unpack(self._read(at, END.size))
         if end[0] != END_MAGIC or end[7]:
-            self._refuse("does not end with its directory", _REFETCH_FILE_HINT)
+            self._raise_malformed("does not end with its directory", _REFETCH_FILE_HINT)
         _, disk, first_disk, here, count, length, first, _ = end
         locator_at = at - LOCATOR.size
         tail = self._read(locator_at, LOCATOR.size) if locator_at >= END64.size else b""
         if tail.startswith(LOCATOR_MAGIC):
             at = locator_at - END64.size
-            disk, first_disk, here, count, length, first = self._end64(tail, at, end)
+            disk, first_disk, here, count, length, first = self._read_zip64_end(tail, at, end)
         if disk or first_disk or here != count:
             raise UnsupportedError(f"{self.path}: the zip archive is spread over several disks")
         if first + length != at:
-            self._refuse(
+            self._raise_malformed(
                 f"has its directory end at byte {first + length:,} where its end record begins at {at:,}",
                 _REFETCH_FILE_HINT,
             )
@@ -170,36 +170,36 @@ class _ZipReader:
             raise HostileError(f"{self.path}: the zip archive has a directory of {count:,} records, {length:,} bytes")
         return first, length, count
 
-    def _end64(self, tail: bytes, at: int, end: tuple[int, ...]) -> tuple[int, ...]:
+    def _read_zip64_end(self, tail: bytes, at: int, end: tuple[int, ...]) -> tuple[int, ...]:
         _, disk, where, disks = LOCATOR.unpack(tail)
         if disk or disks > 1:
             raise UnsupportedError(f"{self.path}: the zip archive is spread over several disks")
         if where != at:
-            self._refuse(
+            self._raise_malformed(
                 f"points to its zip64 end record at byte {where:,}, which should be at {at:,}", _REFETCH_FILE_HINT
             )
         signature, length, _, _, *wide = END64.unpack(self._read(at, END64.size))
         if signature != END64_MAGIC or length != END64.size - 12:
-            self._refuse("has a malformed zip64 end record")
+            self._raise_malformed("has a malformed zip64 end record")
         for narrow, value, full in zip(end[1:7], wide, (FULL2,) * 4 + (FULL4,) * 2, strict=True):
             if narrow not in (full, value):
-                self._refuse(f"has two end records that disagree: {narrow:,} and {value:,}")
+                self._raise_malformed(f"has two end records that disagree: {narrow:,} and {value:,}")
         return tuple(wide)
 
     # The directory
 
-    def _entries(self, directory: bytes, count: int) -> Iterator[_DirectoryEntry]:
+    def _parse_entries(self, directory: bytes, count: int) -> Iterator[_DirectoryEntry]:
         at = 0
         for _ in range(count):
             if at + CENTRAL.size > len(directory):
-                self._refuse(f"has fewer records than the {count:,} it declares")
+                self._raise_malformed(f"has fewer records than the {count:,} it declares")
             fields = CENTRAL.unpack_from(directory, at)
             signature, _, _, flags, method, _, _, crc, packed, size, named, extra, remark, disk, _, _, header = fields
             at += CENTRAL.size
             if signature != CENTRAL_MAGIC or at + named + extra + remark > len(directory):
-                self._refuse("has a malformed directory")
+                self._raise_malformed("has a malformed directory")
             full = directory[at : at + named]
-            fields64 = self._zip64(directory[at + named : at + named + extra], (size, packed, header), full)
+            fields64 = self._read_zip64_sizes(directory[at + named : at + named + extra], (size, packed, header), full)
             size, packed, header = fields64
             at += named + extra + remark
             if disk:
@@ -207,9 +207,9 @@ class _ZipReader:
             self._check_stored(full, flags, method, packed, size)
             yield _DirectoryEntry(full, flags, method, crc, size, header)
         if at != len(directory):
-            self._refuse(f"has more records than the {count:,} it declares")
+            self._raise_malformed(f"has more records than the {count:,} it declares")
 
-    def _zip64(self, extra: bytes, values: tuple[int, ...], full: bytes) -> list[int]:
+    def _read_zip64_sizes(self, extra: bytes, values: tuple[int, ...], full: bytes) -> list[int]:
         """Return the sizes and the offset, those of 32 bits that are full replaced in order from the zip64 field."""
         wide = b""
         at = 0
@@ -217,14 +217,14 @@ class _ZipReader:
             kind, length = struct.unpack_from("<2H", extra, at)
             if kind == 1:
                 if wide:
-                    self._refuse(f"has two zip64 fields for {_format_record_name(full)}")
+                    self._raise_malformed(f"has two zip64 fields for {_format_record_name(full)}")
                 wide = extra[at + 4 : at + 4 + length]
             at += 4 + length
         if at != len(extra):
-            self._refuse(f"has a malformed extra field for {_format_record_name(full)}")
+            self._raise_malformed(f"has a malformed extra field for {_format_record_name(full)}")
         needed = values.count(FULL4)
         if len(wide) < 8 * needed:
-            self._refuse(f"lacks the zip64 field of {_format_record_name(full)}")
+            self._raise_malformed(f"lacks the zip64 field of {_format_record_name(full)}")
         replacements = iter(struct.unpack_from(f"<{needed}Q", wide))
         return [next(replacements) if value == FULL4 else value for value in values]
 
@@ -237,11 +237,11 @@ class _ZipReader:
                 hint="parts of it cannot be read alone; load the file and save it again with torch.save",
             )
         if packed != size:
-            self._refuse(f"declares two sizes for {_format_record_name(full)}: {packed:,} and {size:,}")
+            self._raise_malformed(f"declares two sizes for {_format_record_name(full)}: {packed:,} and {size:,}")
 
     # Names
 
-    def _names(self, entries: Sequence[_DirectoryEntry]) -> tuple[list[str], str]:
+    def _read_names(self, entries: Sequence[_DirectoryEntry]) -> tuple[list[str], str]:
         """Return the name of each entry below the root, and the root; empty for entries that are folders."""
         names: list[str] = []
         roots: dict[str, bytes] = {}
@@ -250,7 +250,7 @@ class _ZipReader:
             try:
                 full = entry.full.decode()
             except UnicodeDecodeError:
-                self._refuse(f"has the record name {_format_record_name(entry.full)}, which is not UTF-8")
+                self._raise_malformed(f"has the record name {_format_record_name(entry.full)}, which is not UTF-8")
             folder = full.endswith("/") and not entry.size
             parts = full.removesuffix("/" if folder else "").split("/")
             if (
@@ -266,15 +266,15 @@ class _ZipReader:
                 )
             key = "/".join(parts).lower()  # torch looks names up without regard to case
             if key in seen:
-                self._refuse(f"has the record {_format_record_name(entry.full)} twice")
+                self._raise_malformed(f"has the record {_format_record_name(entry.full)} twice")
             seen.add(key)
             if len(parts) == 1 and not folder:
-                self._refuse(
+                self._raise_malformed(
                     f"has the record {_format_record_name(entry.full)} outside of any folder, unlike torch.save"
                 )
             roots.setdefault(parts[0], entry.full)
             if len(roots) > 1:
-                self._refuse(
+                self._raise_malformed(
                     f"has records in more than one folder: {' and '.join(map(_format_record_name, roots.values()))}"
                 )
             names.append("" if folder else "/".join(parts[1:]))
@@ -282,11 +282,13 @@ class _ZipReader:
 
     # Local headers: where the data is
 
-    def _locate(self, entries: Sequence[_DirectoryEntry], names: Sequence[str], directory: int) -> dict[str, ZipRecord]:
+    def _locate_records(
+        self, entries: Sequence[_DirectoryEntry], names: Sequence[str], directory: int
+    ) -> dict[str, ZipRecord]:
         found: dict[str, ZipRecord] = {}
         order = sorted(range(len(entries)), key=lambda i: entries[i].header)
         free = 0
-        for i, header in zip(order, self._headers([entries[i] for i in order], directory), strict=True):
+        for i, header in zip(order, self._read_local_headers([entries[i] for i in order], directory), strict=True):
             entry = entries[i]
             data = entry.header + self._check_local(entry, header)
             if entry.header < free or data + entry.size > directory:
@@ -300,7 +302,7 @@ class _ZipReader:
                 found[names[i]] = ZipRecord(names[i], self.start + data, entry.size, entry.crc)
         return {name: found[name] for name in names if name}
 
-    def _headers(self, entries: Sequence[_DirectoryEntry], directory: int) -> Iterator[bytes]:
+    def _read_local_headers(self, entries: Sequence[_DirectoryEntry], directory: int) -> Iterator[bytes]:
         """Yield the local header of each entry with its name; neighbours share a read."""
         sizes = ((entry.header, LOCAL.size + len(entry.full)) for entry in entries)
         self.source.expect((self.path, self.start + at, size) for at, size in sizes if at + size <= directory)
@@ -308,7 +310,7 @@ class _ZipReader:
         for i, entry in enumerate(entries):
             end = entry.header + LOCAL.size + len(entry.full)
             if end > directory:
-                self._refuse(
+                self._raise_malformed(
                     f"has the header of {_format_record_name(entry.full)} at byte {entry.header:,}, inside "
                     "or after its directory"
                 )
@@ -336,7 +338,7 @@ class _ZipReader:
             and all(n in (entry.size, FULL4) or (later and not n) for n in (packed, size))
         )
         if not agrees:
-            self._refuse(
+            self._raise_malformed(
                 f"describes record {_format_record_name(entry.full)} in two ways, in its directory and at "
                 f"byte {entry.header:,}"
             )

@@ -113,12 +113,12 @@ class _TrtllmRank(SchemaRank):
                 f"config.json has vocab_size {self.exported_rows:,}, but the model has {whole.shape[0]:,} tokens",
                 hint="the config, or --true-vocab, may belong to another model",
             )
-        return whole.padded(self.exported_rows or whole.shape[0])
+        return whole.pad_rows(self.exported_rows or whole.shape[0])
 
     def vocabulary(self, name: str) -> CompositeArray:
         """Return this rank's rows of an embedding or a head, zeros behind the last token."""
         whole = self.tokens(name)
-        return whole.padded(round_up_to_multiple(whole.shape[0], self.tp)).share(0, self.index, self.tp)
+        return whole.pad_rows(round_up_to_multiple(whole.shape[0], self.tp)).share(0, self.index, self.tp)
 
 
 def _list_entries(model: Model, dialect: NamingScheme, rank: int) -> Iterator[SchemaEntry]:
@@ -147,7 +147,7 @@ def _list_entries(model: Model, dialect: NamingScheme, rank: int) -> Iterator[Sc
 
 
 def _cut_embedding(here: _TrtllmRank, dialect: NamingScheme) -> CompositeArray:
-    if not dialect.switch(PARALLEL_EMBEDDING):
+    if not dialect.read_flag(PARALLEL_EMBEDDING):
         return here.tokens(_EMBEDDING_NAME)
     if dialect.number(EMBEDDING_DIM):
         return here.tokens(_EMBEDDING_NAME).share(1, here.index, here.tp)

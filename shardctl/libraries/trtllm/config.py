@@ -86,7 +86,7 @@ def interpret_config(config: ModelConfig, arrays: Collection[str]) -> TrtllmDesc
         ranks={stage * cp * tp + n: format_rank_prefix(stage * tp + n) for stage in range(pp) for n in range(tp)},
         stages=split_layers_evenly(layers, pp),
         facts={
-            PARALLEL_EMBEDDING: config.switch("use_parallel_embedding", default=False),
+            PARALLEL_EMBEDDING: config.read_flag("use_parallel_embedding", default=False),
             EMBEDDING_DIM: config.count("embedding_sharding_dim", 0),
             VOCABULARY: config.count("vocab_size", 0),
         },
@@ -104,7 +104,7 @@ def _refuse_quantized(config: ModelConfig) -> None:
                 f"quantized checkpoints of {TITLE} are not read",
                 hint="convert the model that was quantized",
             )
-    if config.switch("is_pruned", default=False):
+    if config.read_flag("is_pruned", default=False):
         raise UnsupportedError(
             "config.json says that the checkpoint is pruned: its weights are left out",
             hint="give the checkpoint that trtllm-prune was given",
@@ -114,7 +114,7 @@ def _refuse_quantized(config: ModelConfig) -> None:
 def _build_mesh(mapping: ModelConfig) -> Mesh:
     tp, pp, cp = (mapping.size(f"{axis}_size", 1) for axis in ("tp", "pp", "cp"))
     for key in ("auto_parallel", "enable_attention_dp"):
-        if mapping.switch(key, default=False):
+        if mapping.read_flag(key, default=False):
             raise UnsupportedError(f"config.json has a mapping with {key}, whose cuts are not known")
     if _find_degree(mapping, "moe_cluster_size", 1) != 1:
         raise UnsupportedError("config.json has a mapping with clusters of experts, whose cuts are not known")
@@ -214,8 +214,8 @@ def _has_array(arrays: Collection[str], name: str) -> bool:
 
 
 def _is_tied(config: ModelConfig, arrays: Collection[str]) -> bool:
-    shared = config.switch("share_embedding_table", default=False)
-    return config.switch("tie_word_embeddings", default=shared) or "lm_head.weight" not in arrays
+    shared = config.read_flag("share_embedding_table", default=False)
+    return config.read_flag("tie_word_embeddings", default=shared) or "lm_head.weight" not in arrays
 
 
 def _refuse_unlike(config: ModelConfig, kind: str, head: int) -> None:

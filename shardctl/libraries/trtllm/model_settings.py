@@ -75,7 +75,9 @@ def describe_deepseek(config: ModelConfig) -> dict[str, object]:
             "num_experts": config.size("n_routed_experts"),
             "shared_expert_intermediate_size": config.count("n_shared_experts", 0) * width,
             "top_k": config.size("num_experts_per_tok"),
-            "normalization_mode": RENORMALISE if config.switch("norm_topk_prob", default=False) else NO_RENORMALISING,
+            "normalization_mode": RENORMALISE
+            if config.read_flag("norm_topk_prob", default=False)
+            else NO_RENORMALISING,
         },
     }
 

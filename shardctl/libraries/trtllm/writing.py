@@ -141,7 +141,7 @@ def _build_config(order: PackRequest, dialect: NamingScheme) -> dict[str, object
         "attn_bias": "model.layers.0.self_attn.q_proj.bias" in model.tensors,
         "mlp_bias": "model.layers.0.mlp.gate_proj.bias" in model.tensors,
         "tie_word_embeddings": "lm_head.weight" in model.aliases,
-        "use_parallel_embedding": dialect.switch(PARALLEL_EMBEDDING),
+        "use_parallel_embedding": dialect.read_flag(PARALLEL_EMBEDDING),
         "embedding_sharding_dim": dialect.number(EMBEDDING_DIM),
         "mapping": {
             "world_size": mesh.world,
@@ -176,7 +176,7 @@ def _build_expert_settings(config: ModelConfig, family: str) -> dict[str, object
     if family == "deepseek":
         return said | describe_deepseek(config)
     count = config.values.get("num_local_experts" if family == "mixtral" else "num_experts")
-    weighed = family == "mixtral" or config.switch("norm_topk_prob", default=False)
+    weighed = family == "mixtral" or config.read_flag("norm_topk_prob", default=False)
     moe = {
         "num_experts": count if count is not None else config.size("num_local_experts"),
         "top_k": config.size("num_experts_per_tok", 2),

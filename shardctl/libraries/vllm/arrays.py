@@ -259,10 +259,10 @@ def list_entries(model: Model, dialect: NamingScheme, rank: int) -> Iterator[Sch
         asks=last or "head" in everywhere,
         whole_experts=dialect.mesh.ep > 1,
         profile=dialect.text(PROFILE, PROFILES[0]),
-        latent=dialect.switch(LATENT),
+        latent=dialect.read_flag(LATENT),
         vocabulary_dtype=BY_NAME[dialect.text(VOCABULARY_TYPE, "BF16")],
         bias_dtype=BY_NAME[dialect.text(BIAS_TYPE, "BF16")],
-        shared_last=dialect.switch(SHARED_LAST),
+        shared_last=dialect.read_flag(SHARED_LAST),
     )
     yield from FAMILIES[model.family](here, model)
 

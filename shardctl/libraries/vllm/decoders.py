@@ -135,7 +135,7 @@ def _list_wide_norms(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
     yield SchemaEntry(f"{have}.q_norm.weight", here.rows(f"{have}.q_norm.weight"))
     keys = HeadRun((here[f"{have}.k_norm.weight"],), here.parts.unit(f"{have}.k_proj.weight"))
     start = here.index * len(keys) // here.tp
-    yield SchemaEntry(f"{have}.k_norm.weight", keys.between(start, start + max(len(keys) // here.tp, 1)))
+    yield SchemaEntry(f"{have}.k_norm.weight", keys.slice_heads(start, start + max(len(keys) // here.tp, 1)))
 
 
 def _build_heads(here: VllmRank, name: str) -> QkvRows:

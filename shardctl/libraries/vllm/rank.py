@@ -54,7 +54,7 @@ class HeadRun:
     def __len__(self) -> int:
         return sum(group.shape[0] for group in self.groups) // self.rows
 
-    def between(self, start: int, stop: int) -> CompositeArray:
+    def slice_heads(self, start: int, stop: int) -> CompositeArray:
         """Return the heads from `start` to `stop`."""
         each = self.groups[0].shape[0] // self.rows
         parts = []
@@ -122,7 +122,7 @@ class VllmRank(schema.SchemaRank):
                 f"{name}: vLLM pads {whole.shape[0]:,} rows to {padded:,}, which tp={self.tp} does not divide",
                 hint="use a power of two for --tp",
             )
-        rows = whole.padded(padded).share(0, self.index, self.tp)
+        rows = whole.pad_rows(padded).share(0, self.index, self.tp)
         return (
             SchemaEntry(new or name, rows)
             if rows.pieces
@@ -167,9 +167,9 @@ class VllmRank(schema.SchemaRank):
         start = self.index * shared // self.tp
         stop = start + max(shared // self.tp, 1)
         shares = (
-            heads.queries.between(first, last),
-            heads.keys.between(start, stop),
-            heads.values.between(start, stop),
+            heads.queries.slice_heads(first, last),
+            heads.keys.slice_heads(start, stop),
+            heads.values.slice_heads(start, stop),
         )
         return SchemaEntry(new, concatenate_arrays(shares))
 

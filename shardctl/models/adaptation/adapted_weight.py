@@ -103,7 +103,7 @@ class AdaptedWeight:
         out = np.frombuffer(into, np.uint8)
         written = 0
         for spans in split_run(offset // item, (offset + len(out)) // item, width, self._choose_tile()):
-            values = self._change(reader, buffer, spans)
+            values = self._compute_adapted_weight(reader, buffer, spans)
             size = values.size * item
             bits = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
             overflowed = cast_elements(bits, _F32_DTYPE, dtype, out[written : written + size]).overflowed
@@ -130,7 +130,9 @@ class AdaptedWeight:
         width = self.shape[1]
         return min(_MAX_TILE_ELEMENTS, width * max(_MAX_TILE_ELEMENTS // max(width, self.product.rank), 1))
 
-    def _change(self, reader: ByteReader, buffer: BandBuffer, spans: tuple[Span, Span]) -> NDArray[np.float32]:
+    def _compute_adapted_weight(
+        self, reader: ByteReader, buffer: BandBuffer, spans: tuple[Span, Span]
+    ) -> NDArray[np.float32]:
         if self.magnitude is None:
             return self._add(reader, buffer, spans)
         if self.by_column:

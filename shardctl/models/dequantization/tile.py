@@ -70,7 +70,7 @@ class LocatedArray:
         index = BoxIndex([chunk.box for chunk in chunks])
         for expert in range(tensor.shape[0]):
             whole = Box((expert, *(0 for _ in tensor.shape[1:])), (1, *tensor.shape[1:]))
-            found = [drop_first_dim(narrow_chunk(chunks[n], box)) for n, box in index.overlapping(whole)]
+            found = [drop_first_dim(narrow_chunk(chunks[n], box)) for n, box in index.find_overlaps(whole)]
             yield LocatedArray(replace(tensor, shape=tensor.shape[1:], chunks=tuple(found)), form, ChunkIndex(found))
 
 
@@ -155,7 +155,7 @@ class WeightTile:
         """
         stored = self.arrays[array.names[0]]
         spans = [
-            (also or {}).get(dim) or self._follow(extent, size)
+            (also or {}).get(dim) or self._map_extent(extent, size)
             for dim, (extent, size) in enumerate(zip(stored.form, stored.tensor.shape, strict=True))
         ]
         box = Box(tuple(start for start, _ in spans), tuple(stop - start for start, stop in spans))
@@ -188,7 +188,7 @@ class WeightTile:
             shape.append(values.shape[axes.index(along[dim][0])] if dim in along else 1)
         return BlockFactors(values.reshape(shape), (blocks[0], blocks[1]), (skipped[0], skipped[1]))
 
-    def _follow(self, extent: object, size: int) -> Span:
+    def _map_extent(self, extent: object, size: int) -> Span:
         if not isinstance(extent, AlongDim):
             return 0, size
         start, stop = self.spans[extent.dim]

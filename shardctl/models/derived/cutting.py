@@ -99,13 +99,13 @@ class GroupPartitioner:
                 rules = self._cut_shared(circuit)
             else:
                 rules = self._cut_forward(circuit)
-            rules = self._confirm(circuit, rules)
+            rules = self._confirm_rules(circuit, rules)
         except UnshardedGroupError as error:
             self.reasons |= {t.name: str(error) for m in parts for t in _list_tensors(m)}
         else:
             self.rules |= rules
 
-    def _confirm(self, circuit: Circuit, rules: dict[str, TensorRule]) -> dict[str, TensorRule]:
+    def _confirm_rules(self, circuit: Circuit, rules: dict[str, TensorRule]) -> dict[str, TensorRule]:
         """Take the rules for transformers' if its plan says the same of all that it speaks of.
 
         Raises UnshardedGroupError where the plan says something else: then one of the two is wrong.

@@ -54,10 +54,10 @@ _AFMOE_ROWS: Final = (
 
 
 def _build_facts(config: ModelConfig) -> ModelDims:
-    bias, ffn = config.switch("attention_bias", default=False), config.size("moe_intermediate_size")
+    bias, ffn = config.read_flag("attention_bias", default=False), config.size("moe_intermediate_size")
     facts = build_decoder_facts(config, head_dim=128, qkv_bias=bias, o_bias=bias, qk_norm=True)
     return add_expert_facts(
-        facts.also(dims={"gated_q": facts.dims["q"]}),
+        facts.extend_dims(dims={"gated_q": facts.dims["q"]}),
         count_experts(config, "num_experts"),
         ffn,
         moe=range(config.count("num_dense_layers", 1), config.size("num_hidden_layers")),

@@ -63,7 +63,7 @@ _ALBERT_ROWS: Final = (
 def _build_facts(config: ModelConfig) -> ModelDims:
     groups = config.size("num_hidden_groups", 1)
     runs, rest = divmod(config.size("num_hidden_layers", 12), groups)
-    return build_encoder_facts(config).also(
+    return build_encoder_facts(config).extend_dims(
         # Where groups run differently often, each is counted as often as one of them does.
         dims={"embedding": LogicalDim(config.size("embedding_size", 128)), "runs": LogicalDim(runs + bool(rest))},
         indices={

@@ -41,9 +41,9 @@ _APERTUS_ROWS: Final = (
 
 
 def _build_facts(config: ModelConfig) -> ModelDims:
-    bias = config.switch("attention_bias", default=False)
+    bias = config.read_flag("attention_bias", default=False)
     facts = build_decoder_facts(config, qkv_bias=bias, o_bias=bias, qk_norm=True)
-    return facts.also(flags={"xielu": config.text("hidden_act", "xielu") == "xielu"})
+    return facts.extend_dims(flags={"xielu": config.text("hidden_act", "xielu") == "xielu"})
 
 
 APERTUS: Final = Family(

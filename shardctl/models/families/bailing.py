@@ -67,7 +67,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
         config.size("linear_head_dim", config.size("head_dim", 128)),
         config.size("linear_conv_kernel_dim", config.size("short_conv_kernel_size", 4)),
     )
-    return facts.also(
+    return facts.extend_dims(
         dims={**dims, "decays": dims["values"], "heads": LogicalDim(heads, axis="tp", noun="attention heads")},
         flags={"attention": _list_attention_layers(config)},
     )

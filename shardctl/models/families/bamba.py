@@ -81,7 +81,7 @@ def _add_mixer_facts(
     if inner % heads:
         raise SourceError(f"config.json has {heads} mamba_n_heads, which do not divide {inner} channels")
     head = inner // heads if config.values.get("mamba_d_head", "auto") == "auto" else config.size("mamba_d_head")
-    return facts.also(
+    return facts.extend_dims(
         dims=build_mixer2_dims(
             heads,
             head,
@@ -92,22 +92,22 @@ def _add_mixer_facts(
         ),
         flags={
             "attention": attention,
-            "conv_bias": config.switch("mamba_conv_bias", default=True),
-            "mixer_bias": config.switch("mamba_proj_bias", default=False),
+            "conv_bias": config.read_flag("mamba_conv_bias", default=True),
+            "mixer_bias": config.read_flag("mamba_proj_bias", default=False),
         },
     )
 
 
 def _build_bamba_facts(config: ModelConfig) -> ModelDims:
-    bias, listed = config.switch("attention_bias", default=False), config.entries("attn_layer_indices") or ()
+    bias, listed = config.read_flag("attention_bias", default=False), config.entries("attn_layer_indices") or ()
     facts = build_decoder_facts(
-        config, kv_heads=8, qkv_bias=bias, o_bias=bias, mlp_bias=config.switch("mlp_bias", default=False)
+        config, kv_heads=8, qkv_bias=bias, o_bias=bias, mlp_bias=config.read_flag("mlp_bias", default=False)
     )
     return _add_mixer_facts(facts, config, frozenset(listed))
 
 
 def _build_granite_facts(config: ModelConfig) -> ModelDims:
-    bias, kinds = config.switch("attention_bias", default=False), config.entries("layer_types") or ()
+    bias, kinds = config.read_flag("attention_bias", default=False), config.entries("layer_types") or ()
     count = config.count("num_local_experts", 8)
     facts = add_expert_facts(
         build_decoder_facts(config, qkv_bias=bias, o_bias=bias),
@@ -123,14 +123,14 @@ def _build_granite_facts(config: ModelConfig) -> ModelDims:
 def _build_falcon_facts(config: ModelConfig) -> ModelDims:
     silent = "mamba_d_ssm" not in config.values
     channels = 1024 if silent else config.count("mamba_d_ssm", 0)
-    bias = config.switch("attention_bias", default=False)
+    bias = config.read_flag("attention_bias", default=False)
     facts = build_decoder_facts(
-        config, kv_heads=8, qkv_bias=bias, o_bias=bias, mlp_bias=config.switch("mlp_bias", default=False)
+        config, kv_heads=8, qkv_bias=bias, o_bias=bias, mlp_bias=config.read_flag("mlp_bias", default=False)
     )
-    return _add_mixer_facts(facts, config, frozenset(), channels=channels).also(
+    return _add_mixer_facts(facts, config, frozenset(), channels=channels).extend_dims(
         flags={
-            "out_bias": config.switch("projectors_bias", default=False),
-            "mixer_norm": config.switch("mamba_rms_norm", default=False),
+            "out_bias": config.read_flag("projectors_bias", default=False),
+            "mixer_norm": config.read_flag("mamba_rms_norm", default=False),
         }
     )
 

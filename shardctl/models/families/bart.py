@@ -137,7 +137,7 @@ def _build_facts(config: ModelConfig, positions: int) -> ModelDims:
         },
         indices={"encoder": RowIndex(range(encoder), layer=0), "decoder": RowIndex(range(decoder), layer=encoder)},
         flags={
-            "tied": config.switch("tie_word_embeddings", default=True),
+            "tied": config.read_flag("tie_word_embeddings", default=True),
             "norms_at_ends": False,
         },
         stages={"encoder_end": ("layer", encoder - 1), "decoder_start": ("layer", encoder)},
@@ -153,27 +153,27 @@ def _build_bart_facts(config: ModelConfig) -> ModelDims:
 
 def _build_mbart_facts(config: ModelConfig) -> ModelDims:
     facts = _build_facts(config, config.size("max_position_embeddings", 1024) + _POSITION_EMBEDDING_OFFSET)
-    return facts.also(flags={"norms_at_ends": True})
+    return facts.extend_dims(flags={"norms_at_ends": True})
 
 
 def _build_marian_facts(config: ModelConfig) -> ModelDims:
     """Build the facts of two languages, which may have a vocabulary each; then only the head is tied."""
     facts = _build_facts(config, config.size("max_position_embeddings", 1024))
-    one = config.switch("share_encoder_decoder_embeddings", default=True)
+    one = config.read_flag("share_encoder_decoder_embeddings", default=True)
     words = config.size("vocab_size")
     target = words if one else config.count("decoder_vocab_size", 0) or words
-    return facts.also(
+    return facts.extend_dims(
         dims={"target": LogicalDim(target, axis="tp", even=False)},
         flags={"one_vocabulary": one, "all_tied": one and bool(facts.flags["tied"])},
     )
 
 
 def _build_pegasus_facts(config: ModelConfig) -> ModelDims:
-    return _build_facts(config, config.size("max_position_embeddings", 1024)).also(flags={"norms_at_ends": True})
+    return _build_facts(config, config.size("max_position_embeddings", 1024)).extend_dims(flags={"norms_at_ends": True})
 
 
 def _build_whisper_facts(config: ModelConfig) -> ModelDims:
-    return _build_facts(config, config.size("max_target_positions", 448)).also(
+    return _build_facts(config, config.size("max_target_positions", 448)).extend_dims(
         dims={
             "mels": LogicalDim(config.size("num_mel_bins", 80)),
             "moments": LogicalDim(config.size("max_source_positions", 1500)),

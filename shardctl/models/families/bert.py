@@ -103,7 +103,7 @@ def build_encoder_facts(config: ModelConfig) -> ModelDims:
             "labels": LogicalDim(config.labels(), loose=True),
         },
         indices={"layer": RowIndex(range(config.size("num_hidden_layers")), layer=0)},
-        flags={"tied": config.switch("tie_word_embeddings", default=True)},
+        flags={"tied": config.read_flag("tie_word_embeddings", default=True)},
     )
 
 

@@ -47,7 +47,7 @@ _BIG_BIRD: Final = (
 
 def _build_facts(config: ModelConfig) -> ModelDims:
     facts = build_encoder_facts(config.over({"max_position_embeddings": 4096}))
-    return facts.also(flags={"biased": config.switch("use_bias", default=True)})
+    return facts.extend_dims(flags={"biased": config.read_flag("use_bias", default=True)})
 
 
 BIG_BIRD: Final = Family(

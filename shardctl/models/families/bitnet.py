@@ -31,9 +31,11 @@ _OF_MLP: Final = Row(f"{LAYER}.mlp.ffn_sub_norm.weight", "all_ffn")
 
 
 def _build_facts(config: ModelConfig) -> ModelDims:
-    bias = config.switch("attention_bias", default=False)
+    bias = config.read_flag("attention_bias", default=False)
     facts = build_decoder_facts(config, qkv_bias=bias, o_bias=bias)
-    return facts.also(dims={"all_heads": LogicalDim(facts.size("hidden")), "all_ffn": LogicalDim(facts.size("ffn"))})
+    return facts.extend_dims(
+        dims={"all_heads": LogicalDim(facts.size("hidden")), "all_ffn": LogicalDim(facts.size("ffn"))}
+    )
 
 
 _EXTRA_SAVED_ACTIVATIONS: Final = tuple(

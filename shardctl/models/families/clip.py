@@ -150,20 +150,20 @@ def _build_tower_facts(config: ModelConfig) -> ModelDims:
 
 def _build_text_facts(config: ModelConfig) -> ModelDims:
     words = LogicalDim(config.size("vocab_size"), axis="tp", even=False)
-    return _build_tower_facts(config).also(
+    return _build_tower_facts(config).extend_dims(
         dims={"vocab": words, "positions": LogicalDim(config.size("max_position_embeddings"))}
     )
 
 
 def _build_vision_facts(config: ModelConfig, extra: int) -> ModelDims:
     patch = config.size("patch_size")
-    return _build_tower_facts(config).also(
+    return _build_tower_facts(config).extend_dims(
         dims={
             "channels": LogicalDim(config.size("num_channels")),
             "patch": LogicalDim(patch),
             "patches": LogicalDim((config.size("image_size") // patch) ** 2 + extra),
         },
-        flags={"head": config.switch("vision_use_head", default=True)},
+        flags={"head": config.read_flag("vision_use_head", default=True)},
     )
 
 
@@ -179,7 +179,7 @@ def build_clip_vision_facts(config: ModelConfig) -> ModelDims:
 def _build_siglip_text_facts(config: ModelConfig) -> ModelDims:
     config = config.over(_SIGLIP_TEXT_DEFAULTS)
     projection = LogicalDim(config.size("projection_size", config.size("hidden_size")))
-    return _build_text_facts(config).also(dims={"projection": projection})
+    return _build_text_facts(config).extend_dims(dims={"projection": projection})
 
 
 def build_siglip_vision_facts(config: ModelConfig) -> ModelDims:
@@ -197,7 +197,7 @@ def _build_clip_facts(config: ModelConfig) -> ModelDims:
     facts = _join_tower_facts(
         _build_clip_text_facts(config.part("text_config")), build_clip_vision_facts(config.part("vision_config"))
     )
-    return facts.also(dims={"projection": LogicalDim(config.size("projection_dim", 512))})
+    return facts.extend_dims(dims={"projection": LogicalDim(config.size("projection_dim", 512))})
 
 
 def _build_siglip_facts(config: ModelConfig) -> ModelDims:

@@ -36,11 +36,11 @@ _COHERE_ROWS: Final = (
 
 
 def _build_facts(config: ModelConfig) -> ModelDims:
-    bias = config.switch("attention_bias", default=False)
-    qk_norm = config.switch("use_qk_norm", default=False)
+    bias = config.read_flag("attention_bias", default=False)
+    qk_norm = config.read_flag("use_qk_norm", default=False)
     facts = build_decoder_facts(config, tied=True, qkv_bias=bias, o_bias=bias, qk_norm=qk_norm)
     head = facts.size("head")
-    return facts.also(
+    return facts.extend_dims(
         dims={
             "heads": LogicalDim(facts.size("q") // head, axis="tp", noun="attention heads"),
             "kv_heads": LogicalDim(facts.size("kv") // head, axis="tp", shared=True, noun="key/value heads"),

@@ -125,10 +125,10 @@ def _build_facts(config: ModelConfig) -> ModelDims:
     head = config.size("attention_head_size", config.divided("hidden_size", "num_attention_heads"))
     width = config.size("embedding_size", hidden)
     types, window = config.count("type_vocab_size", 0), config.count("conv_kernel_size", 0)
-    relative, scores = config.switch("relative_attention", default=False), _list_scores(config)
-    facts, legacy = build_encoder_facts(config.over({"type_vocab_size": 0})), config.switch("legacy", default=True)
-    own = relative and not config.switch("share_att_key", default=False)
-    return facts.also(
+    relative, scores = config.read_flag("relative_attention", default=False), _list_scores(config)
+    facts, legacy = build_encoder_facts(config.over({"type_vocab_size": 0})), config.read_flag("legacy", default=True)
+    own = relative and not config.read_flag("share_att_key", default=False)
+    return facts.extend_dims(
         dims={
             "q": LogicalDim(heads * head, head, "tp", noun="attention heads"),
             "words": LogicalDim(facts.size("vocab")),
@@ -140,7 +140,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
         },
         flags={
             "tied": legacy and bool(facts.flags["tied"]),
-            "absolute": config.switch("position_biased_input", default=True),
+            "absolute": config.read_flag("position_biased_input", default=True),
             "typed": types > 0,
             "narrow": width != hidden,
             "relative": relative,
@@ -160,7 +160,7 @@ def _build_first_facts(config: ModelConfig) -> ModelDims:
     """Build the facts of the first DeBERTa, which keeps every distance up to the longest apart."""
     facts = _build_facts(replace(config, values={**config.values, "position_buckets": None}))
     width, head = facts.size("q"), config.divided("hidden_size", "num_attention_heads")
-    return facts.also(dims={"qkv": LogicalDim(3 * width, 3 * head, "tp", noun="attention heads")})
+    return facts.extend_dims(dims={"qkv": LogicalDim(3 * width, 3 * head, "tp", noun="attention heads")})
 
 
 _LAYER_FEATURES: Final = replace(

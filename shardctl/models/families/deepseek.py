@@ -90,16 +90,18 @@ def add_balanced_facts(facts: ModelDims, config: ModelConfig, *, moe: Collection
         ffn,
         moe=moe,
         shared=ffn * config.size("n_shared_experts"),
-    ).also(indices={"next": RowIndex(range(layers, layers + config.count("num_nextn_predict_layers", following)))})
+    ).extend_dims(
+        indices={"next": RowIndex(range(layers, layers + config.count("num_nextn_predict_layers", following)))}
+    )
 
 
 def _build_v2_facts(config: ModelConfig) -> ModelDims:
-    facts = build_latent_facts(config, mlp_bias=config.switch("mlp_bias", default=False))
+    facts = build_latent_facts(config, mlp_bias=config.read_flag("mlp_bias", default=False))
     return add_balanced_facts(facts, config, moe=list_later_layers(config, 0), following=0)
 
 
 def _build_v1_facts(config: ModelConfig) -> ModelDims:
-    facts = build_decoder_facts(config, qkv_bias=config.switch("attention_bias", default=False))
+    facts = build_decoder_facts(config, qkv_bias=config.read_flag("attention_bias", default=False))
     return add_balanced_facts(facts, config, moe=list_sparse_layers(config, 0), following=0)
 
 
@@ -118,8 +120,8 @@ def _build_glm4_moe_facts(config: ModelConfig) -> ModelDims:
     facts = build_decoder_facts(
         config,
         kv_heads=8,
-        qkv_bias=config.switch("attention_bias", default=False),
-        qk_norm=config.switch("use_qk_norm", default=False),
+        qkv_bias=config.read_flag("attention_bias", default=False),
+        qk_norm=config.read_flag("use_qk_norm", default=False),
     )
     return add_balanced_facts(facts, config, moe=list_later_layers(config, 1), following=1)
 

@@ -37,7 +37,7 @@ _INDEXER_TYPES_BY_LETTER: Final = {"F": "full", "S": "shared"}
 def build_indexer_facts(config: ModelConfig, *, heads: int, indexer: bool | Collection[int] = True) -> ModelDims:
     """Build the facts of a decoder with latent attention and, in the layers `indexer`, an indexer of `heads`."""
     count, width = config.size("index_n_heads", heads), config.size("index_head_dim", 128)
-    return build_latent_facts(config, mlp_bias=False).also(
+    return build_latent_facts(config, mlp_bias=False).extend_dims(
         dims={
             "index": LogicalDim(width),
             "index_q": LogicalDim(count * width),

@@ -151,7 +151,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
     decoder = config.over({"intermediate_size": ffn, "num_key_value_heads": 1})
     facts = build_decoder_facts(decoder, head_dim=head)
     shared = ffn * config.size("n_shared_experts", 1)
-    return add_expert_facts(facts, count_experts(config, "n_routed_experts"), ffn, shared=shared).also(
+    return add_expert_facts(facts, count_experts(config, "n_routed_experts"), ffn, shared=shared).extend_dims(
         dims={
             "heads": LogicalDim(heads, heads // groups, "tp", noun="groups of attention heads"),
             "q": LogicalDim(heads * head, heads // groups * head, "tp", noun="groups of attention heads"),

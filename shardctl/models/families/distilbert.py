@@ -65,7 +65,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
             "labels": LogicalDim(config.labels(), loose=True),
         },
         indices={"layer": RowIndex(range(config.size("n_layers")), layer=0)},
-        flags={"tied": config.switch("tie_word_embeddings", default=True)},
+        flags={"tied": config.read_flag("tie_word_embeddings", default=True)},
     )
 
 

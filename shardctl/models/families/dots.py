@@ -34,7 +34,7 @@ _EXPERT_SIZE_DEFAULTS: Final = {"moe_intermediate_size": 1408, "n_routed_experts
 
 
 def _build_facts(config: ModelConfig) -> ModelDims:
-    bias = config.switch("attention_bias", default=False)
+    bias = config.read_flag("attention_bias", default=False)
     null = {key: usual for key, usual in _EXPERT_SIZE_DEFAULTS.items() if config.values.get(key) is None}
     config = replace(config, values={**config.values, **null})
     facts = build_decoder_facts(config, kv_heads=32, qkv_bias=bias, o_bias=bias, qk_norm=True)

@@ -51,11 +51,11 @@ _ELECTRA_ROWS: Final = (
 
 def _build_facts(config: ModelConfig) -> ModelDims:
     width = config.size("embedding_size", 128)
-    return build_encoder_facts(config).also(
+    return build_encoder_facts(config).extend_dims(
         dims={"embedding": LogicalDim(width)},
         flags={
             "narrow": width != config.size("hidden_size"),
-            "summary": config.switch("summary_use_proj", default=True),
+            "summary": config.read_flag("summary_use_proj", default=True),
         },
     )
 

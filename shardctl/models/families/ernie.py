@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def _build_facts(config: ModelConfig) -> ModelDims:
-    bias = config.switch("use_bias", default=False)
+    bias = config.read_flag("use_bias", default=False)
     head = None if "head_dim" in config.values else 128
     return build_decoder_facts(config, tied=True, head_dim=head, kv_heads=2, qkv_bias=bias, o_bias=bias, mlp_bias=bias)
 

@@ -59,7 +59,7 @@ _ERNIE_MOE_ROWS: Final = (
 
 
 def _build_facts(config: ModelConfig) -> ModelDims:
-    bias, layers = config.switch("use_bias", default=False), config.size("num_hidden_layers")
+    bias, layers = config.read_flag("use_bias", default=False), config.size("num_hidden_layers")
     ffn, shared = config.size("moe_intermediate_size"), config.count("moe_num_shared_experts", 2)
     first, interval = config.count("moe_layer_start_index", 1), config.size("moe_layer_interval", 1)
     silent = config.values.get("moe_layer_end_index", -1) in (-1, None)
@@ -71,7 +71,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
         ffn,
         moe=frozenset(n for n in range(first, min(last + 1, layers)) if (n + 1) % interval == 0),
         shared=ffn * shared or None,
-    ).also(indices={"next": RowIndex(range(config.count("num_nextn_predict_layers", 0)))})
+    ).extend_dims(indices={"next": RowIndex(range(config.count("num_nextn_predict_layers", 0)))})
 
 
 ERNIE4_5_MOE: Final = Family(

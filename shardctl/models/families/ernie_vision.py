@@ -78,14 +78,14 @@ def _read_pair(config: ModelConfig, key: str, usual: tuple[int, int]) -> tuple[i
 
 
 def _build_text_facts(config: ModelConfig) -> ModelDims:
-    bias = config.switch("use_bias", default=False)
+    bias = config.read_flag("use_bias", default=False)
     ffn, seeing = _read_pair(config, "moe_intermediate_size", (1536, 512))
     count, others = _read_pair(config, "moe_num_experts", (64, 64))
     if count != others:
         raise SourceError(f"{config.file} has {count} experts for texts and {others} for pictures; no class has both")
     facts = build_decoder_facts(config, tied=True, kv_heads=4, qkv_bias=bias, o_bias=bias, mlp_bias=bias)
     shared = ffn * config.count("moe_num_shared_experts", 2) or None
-    return add_expert_facts(facts, count, ffn, moe=list_sparse_layers(config, 1), shared=shared).also(
+    return add_expert_facts(facts, count, ffn, moe=list_sparse_layers(config, 1), shared=shared).extend_dims(
         dims={"seeing_effn": LogicalDim(seeing, axis="etp", noun="columns of each expert")},
         indices={"seeing": RowIndex(range(count, 2 * count), axis="ep")},
     )
@@ -134,7 +134,7 @@ _VISION_ENCODER_ROWS: Final = (
 
 
 def _build_eye_facts(config: ModelConfig) -> ModelDims:
-    config = config.called({"num_heads": "num_attention_heads", "num_hidden_layers": "depth"})
+    config = config.alias_keys({"num_heads": "num_attention_heads", "num_hidden_layers": "depth"})
     hidden, ratio = config.size("hidden_size", 1280), config.count("mlp_ratio", 0)
     return ModelDims(
         dims={

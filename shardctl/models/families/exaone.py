@@ -90,7 +90,7 @@ def _build_moe_facts(config: ModelConfig) -> ModelDims:
         ffn,
         moe=list_sparse_layers(config, 1),
         shared=ffn * config.size("num_shared_experts", 1),
-    ).also(indices={"next": RowIndex(range(config.count("num_nextn_predict_layers", 0)))})
+    ).extend_dims(indices={"next": RowIndex(range(config.count("num_nextn_predict_layers", 0)))})
 
 
 EXAONE_MOE: Final = Family(

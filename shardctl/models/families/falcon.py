@@ -40,13 +40,13 @@ _FALCON_ROWS: Final = (
 
 def _read_switch(config: ModelConfig, key: str) -> bool:
     """Read a switch that is on where a config is silent, and off where it says null, as `if` reads it in the class."""
-    return config.switch(key, default=key not in config.values)
+    return config.read_flag(key, default=key not in config.values)
 
 
 def _build_facts(config: ModelConfig) -> ModelDims:
     hidden, queries = config.size("hidden_size"), config.size("num_attention_heads")
     head = config.divided("hidden_size", "num_attention_heads")
-    grouped = config.switch("new_decoder_architecture", default=False)
+    grouped = config.read_flag("new_decoder_architecture", default=False)
     parallel = _read_switch(config, "parallel_attn")
     norms = config.size("num_ln_in_parallel_attn", 2 if grouped else 1)
     q = LogicalDim(hidden, head, "tp", noun="attention heads")
@@ -74,8 +74,8 @@ def _build_facts(config: ModelConfig) -> ModelDims:
         },
         indices={"layer": RowIndex(range(config.size("num_hidden_layers")), layer=0)},
         flags={
-            "tied": config.switch("tie_word_embeddings", default=True),
-            "bias": config.switch("bias", default=False),
+            "tied": config.read_flag("tie_word_embeddings", default=True),
+            "bias": config.read_flag("bias", default=False),
             "sequential": not parallel,
             "two_norms": parallel and norms == 2,  # noqa: PLR2004 - one for attention, one for the MLP
         },

@@ -24,7 +24,7 @@ _HEAD_DIM: Final = 256
 def _build_facts(
     config: ModelConfig, *, kv_heads: int, sandwich_norm: bool = False, qk_norm: bool = False
 ) -> ModelDims:
-    bias = config.switch("attention_bias", default=False)
+    bias = config.read_flag("attention_bias", default=False)
     return build_decoder_facts(
         config,
         tied=True,

@@ -76,11 +76,11 @@ _MODEL_ROWS: Final = (
 def _build_facts(config: ModelConfig) -> ModelDims:
     sizes = _list_mlp_sizes(config)
     usual, *others = dict.fromkeys(sizes)
-    bias, layers = config.switch("attention_bias", default=False), len(sizes)
+    bias, layers = config.read_flag("attention_bias", default=False), len(sizes)
     alike = replace(config, values={**config.values, "intermediate_size": usual})
     facts = build_decoder_facts(alike, tied=True, head_dim=256, kv_heads=2, qkv_bias=bias)
     copies, part = config.size("altup_num_inputs", 4), config.size("hidden_size_per_layer_input", 256)
-    return facts.also(
+    return facts.extend_dims(
         dims={
             "dffn": LogicalDim(others[0] if others else usual, axis="tp"),
             "copies": LogicalDim(copies),

@@ -83,10 +83,10 @@ _TEXT_ROWS: Final = (
 
 
 def _build_facts(config: ModelConfig) -> ModelDims:
-    bias = config.switch("attention_bias", default=False)
+    bias = config.read_flag("attention_bias", default=False)
     facts = build_decoder_facts(config, tied=True, head_dim=256, kv_heads=4, qkv_bias=bias)
     layers, heads = config.size("num_hidden_layers"), config.size("num_attention_heads")
-    full, same = _list_full_layers(config, layers), config.switch("attention_k_eq_v", default=False)
+    full, same = _list_full_layers(config, layers), config.read_flag("attention_k_eq_v", default=False)
     head, groups = _read_full_heads(config, full, facts.size("kv") // facts.size("head"), same=same)
     if heads % groups:
         raise SourceError(
@@ -94,15 +94,15 @@ def _build_facts(config: ModelConfig) -> ModelDims:
         )
     borrowing = config.count("num_kv_shared_layers", 0)
     own = frozenset(range(max(layers - borrowing, 0)))
-    wide = config.switch("use_double_wide_mlp", default=False)
+    wide = config.read_flag("use_double_wide_mlp", default=False)
     part = config.count("hidden_size_per_layer_input", 256)
-    moe = config.switch("enable_moe_block", default=False)
+    moe = config.read_flag("enable_moe_block", default=False)
     return add_expert_facts(
         facts,
         config.size("num_experts", None if moe else 1),
         config.size("moe_intermediate_size", None if moe else 1),
         moe=moe,
-    ).also(
+    ).extend_dims(
         dims={
             "full_q": LogicalDim(heads * head, head, "tp", noun="attention heads"),
             "full_kv": LogicalDim(groups * head, head, "tp", shared=True, noun="key/value heads of global attention"),
@@ -244,7 +244,7 @@ GEMMA4_UNIFIED: Final = replace(_SEEING_UNIFIED, text=partial(_read_seeing, fami
 def _build_assistant_facts(config: ModelConfig) -> ModelDims:
     facts = GEMMA4_TEXT.facts(_complete_assistant(config))
     backbone = config.size("backbone_hidden_size", 1536)
-    return facts.also(
+    return facts.extend_dims(
         dims={
             "backbone": LogicalDim(backbone),
             "joined": LogicalDim(2 * backbone),
@@ -252,9 +252,9 @@ def _build_assistant_facts(config: ModelConfig) -> ModelDims:
             "tokens": LogicalDim(facts.size("vocab")),
         },
         flags={
-            "tied": config.switch("tie_word_embeddings", default=True),
+            "tied": config.read_flag("tie_word_embeddings", default=True),
             "own_kv": frozenset(),
-            "ordered": config.switch("use_ordered_embeddings", default=False),
+            "ordered": config.read_flag("use_ordered_embeddings", default=False),
         },
     )
 

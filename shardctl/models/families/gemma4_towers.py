@@ -99,8 +99,8 @@ def _build_vision_facts(config: ModelConfig) -> ModelDims:
         },
         indices={"layer": RowIndex(range(config.size("num_hidden_layers", 16)))},
         flags={
-            "clipped": config.switch("use_clipped_linears", default=False),
-            "standardized": config.switch("standardize", default=False),
+            "clipped": config.read_flag("use_clipped_linears", default=False),
+            "standardized": config.read_flag("standardize", default=False),
         },
     )
 
@@ -121,7 +121,7 @@ def _build_audio_facts(config: ModelConfig) -> ModelDims:
             "output": LogicalDim(config.size("output_proj_dims", 1536)),
         },
         indices={"layer": RowIndex(range(config.size("num_hidden_layers", 12)))},
-        flags={"clipped": config.switch("use_clipped_linears", default=True)},
+        flags={"clipped": config.read_flag("use_clipped_linears", default=True)},
     )
 
 

@@ -59,14 +59,14 @@ _VISION_LANGUAGE_DEFAULTS: Final[Mapping[str, object]] = {
 
 
 def _build_facts(config: ModelConfig) -> ModelDims:
-    bias = config.switch("attention_bias", default=True)
+    bias = config.read_flag("attention_bias", default=True)
     return build_decoder_facts(config, kv_heads=_KV_HEADS, head_dim=_HEAD_DIM, qkv_bias=bias)
 
 
 def _build_glm4_facts(config: ModelConfig) -> ModelDims:
     layers = config.size("num_hidden_layers")
     following = range(layers, layers + config.count("num_nextn_predict_layers", 0))
-    return _build_facts(config).also(indices={"next": RowIndex(following)})
+    return _build_facts(config).extend_dims(indices={"next": RowIndex(following)})
 
 
 GLM: Final = Family(

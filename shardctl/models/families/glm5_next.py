@@ -70,7 +70,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
     facts = add_balanced_facts(facts, config, moe=list_sparse_layers(config, 3), following=1)
     linear = config.part("linear_attn_config") if config.values.get("linear_attn_config") else ModelConfig({})
     streams = config.size("hc_mult", 4)
-    return facts.also(
+    return facts.extend_dims(
         dims={
             **build_kda_dims(
                 linear.size("num_heads", config.size("linear_num_heads", 64)),
@@ -90,7 +90,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
 def _has_bounded_decays(config: ModelConfig, linear: ModelConfig) -> bool:
     """Return whether decays have a lower bound, as `Glm5NextTextConfig` finds it."""
     bound = linear.values.get("gate_lower_bound", config.values.get("linear_lower_bound", -5.0))
-    return bound is not None or (bool(linear.values) and linear.switch("safe_gate", default=True))
+    return bound is not None or (bool(linear.values) and linear.read_flag("safe_gate", default=True))
 
 
 _LINEAR_ATTENTION_TYPE: Final = "linear_attention"
@@ -186,7 +186,7 @@ _VISION_ENCODER_ROWS: Final = (
 
 
 def _build_vision_facts(config: ModelConfig) -> ModelDims:
-    config = config.called({"num_attention_heads": "num_heads", "num_hidden_layers": "depth"})
+    config = config.alias_keys({"num_attention_heads": "num_heads", "num_hidden_layers": "depth"})
     sizes = config.over({"hidden_size": 1024, "num_heads": 16})
     return ModelDims(
         dims={
@@ -201,7 +201,7 @@ def _build_vision_facts(config: ModelConfig) -> ModelDims:
             "merged": LogicalDim(config.size("spatial_merge_size", 2)),
         },
         indices={"layer": RowIndex(range(config.size("depth", 24)))},
-        flags={"biased": config.switch("attention_bias", default=True)},
+        flags={"biased": config.read_flag("attention_bias", default=True)},
     )
 
 

@@ -71,14 +71,14 @@ def _build_facts(config: ModelConfig) -> ModelDims:
             "q": LogicalDim(hidden, head, "tp", noun="attention heads"),
             "kv": LogicalDim(hidden, head, "tp", noun="attention heads"),
             "ffn": LogicalDim(config.size("n_inner", 4 * hidden), axis="tp"),
-            "choices": LogicalDim(1 if config.switch("summary_proj_to_labels", default=True) else hidden),
+            "choices": LogicalDim(1 if config.read_flag("summary_proj_to_labels", default=True) else hidden),
             "labels": LogicalDim(config.labels(), loose=True),
         },
         indices={"layer": RowIndex(range(config.size("n_layer")), layer=0)},
         flags={
-            "tied": config.switch("tie_word_embeddings", default=True),
-            "cross": config.switch("add_cross_attention", default=False),
-            "summary": config.switch("summary_use_proj", default=True),
+            "tied": config.read_flag("tie_word_embeddings", default=True),
+            "cross": config.read_flag("add_cross_attention", default=False),
+            "summary": config.read_flag("summary_use_proj", default=True),
         },
     )
 

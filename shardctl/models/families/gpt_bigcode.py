@@ -30,8 +30,8 @@ def _build_facts(config: ModelConfig) -> ModelDims:
     q = LogicalDim(hidden, head, "tp", noun="attention heads")
     kv = LogicalDim(head, head, "tp", shared=True, noun="key/value heads")
     many = LogicalDim(3 * hidden, 3 * head, "tp", noun="attention heads")
-    qkv = (q, kv, kv) if config.switch("multi_query", default=True) else many
-    return GPT2.facts(config).also(dims={"qkv": qkv})
+    qkv = (q, kv, kv) if config.read_flag("multi_query", default=True) else many
+    return GPT2.facts(config).extend_dims(dims={"qkv": qkv})
 
 
 GPT_BIGCODE: Final = Family(

@@ -58,8 +58,8 @@ def _build_facts(config: ModelConfig) -> ModelDims:
         },
         indices={"layer": RowIndex(range(config.size("num_hidden_layers")), layer=0)},
         flags={
-            "tied": config.switch("tie_word_embeddings", default=False),
-            "qkv_bias": config.switch("attention_bias", default=True),
+            "tied": config.read_flag("tie_word_embeddings", default=False),
+            "qkv_bias": config.read_flag("attention_bias", default=True),
         },
     )
 

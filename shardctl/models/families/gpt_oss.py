@@ -52,14 +52,14 @@ _GPT_OSS: Final = (
 
 
 def _build_facts(config: ModelConfig) -> ModelDims:
-    bias, ffn = config.switch("attention_bias", default=True), config.size("intermediate_size")
+    bias, ffn = config.read_flag("attention_bias", default=True), config.size("intermediate_size")
     quantized = config.values.get("quantization_config")
     mxfp4 = isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4"
     noun = "pairs of gate and up columns of each expert"
     if mxfp4:
         noun = f"MXFP4 blocks of {_MXFP4_BLOCK_COLUMNS} columns of each expert"
     facts = build_decoder_facts(config, head_dim=64, kv_heads=8, qkv_bias=bias, o_bias=bias)
-    return add_expert_facts(facts, count_experts(config, "num_local_experts"), ffn).also(
+    return add_expert_facts(facts, count_experts(config, "num_local_experts"), ffn).extend_dims(
         dims={
             "q_heads": LogicalDim(config.size("num_attention_heads"), axis="tp", noun="attention heads"),
             "pairs": LogicalDim(2 * ffn, 2 * _MXFP4_BLOCK_COLUMNS if mxfp4 else 2, "etp", noun=noun, even=not mxfp4),

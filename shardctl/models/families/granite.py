@@ -37,7 +37,7 @@ _HYPERCLOVAX_ROWS: Final = (
 
 
 def _build_clova_facts(config: ModelConfig) -> ModelDims:
-    return build_biased_facts(config).also(flags={"post_norm": config.switch("use_post_norm", default=True)})
+    return build_biased_facts(config).extend_dims(flags={"post_norm": config.read_flag("use_post_norm", default=True)})
 
 
 GRANITE: Final = Family(

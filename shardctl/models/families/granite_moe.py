@@ -44,7 +44,7 @@ FUSED: Final = (
 
 
 def _build_facts(config: ModelConfig) -> ModelDims:
-    bias = config.switch("attention_bias", default=False)
+    bias = config.read_flag("attention_bias", default=False)
     return add_expert_facts(
         build_decoder_facts(config, qkv_bias=bias, o_bias=bias),
         count_experts(config, "num_local_experts"),

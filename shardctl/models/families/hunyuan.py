@@ -63,7 +63,7 @@ _MTP_EXTRA_TENSORS: Final = {
 
 
 def _build_facts(config: ModelConfig) -> ModelDims:
-    bias, layers = config.switch("attention_bias", default=False), config.size("num_hidden_layers")
+    bias, layers = config.read_flag("attention_bias", default=False), config.size("num_hidden_layers")
     facts = build_decoder_facts(config, head_dim=128, qkv_bias=bias, o_bias=bias, qk_norm=True)
     ffn = config.size("moe_intermediate_size")
     return add_expert_facts(
@@ -72,7 +72,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
         ffn,
         moe=list_sparse_layers(config, 1),
         shared=ffn * config.size("num_shared_experts", 1),
-    ).also(indices={"next": RowIndex(range(layers, layers + config.count("num_nextn_predict_layers", 1)))})
+    ).extend_dims(indices={"next": RowIndex(range(layers, layers + config.count("num_nextn_predict_layers", 1)))})
 
 
 HY_V3: Final = Family(
@@ -112,7 +112,7 @@ _V1_ATTENTION: Final = (
 
 
 def _build_v1_facts(config: ModelConfig) -> ModelDims:
-    bias = config.switch("attention_bias", default=False)
+    bias = config.read_flag("attention_bias", default=False)
     return build_decoder_facts(config, qkv_bias=bias, o_bias=bias)
 
 

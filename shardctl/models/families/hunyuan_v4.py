@@ -69,7 +69,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
     facts = build_indexer_facts(sizes, heads=16, indexer=_list_choosing_layers(config))
     facts = add_balanced_facts(facts, config, moe=list_sparse_layers(config, 1), following=1)
     streams = config.size("hc_mult", 4)
-    return facts.also(
+    return facts.extend_dims(
         dims={
             "heads": LogicalDim(config.size("num_attention_heads"), axis="tp", noun="attention heads"),
             "count": LogicalDim(streams),

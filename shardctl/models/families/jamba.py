@@ -52,7 +52,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
     facts = build_decoder_facts(config, kv_heads=_KV_HEADS)
     return add_expert_facts(
         facts, config.size("num_experts", 16), config.size("intermediate_size"), moe=_list_expert_layers(config)
-    ).also(
+    ).extend_dims(
         dims={
             "inner": LogicalDim(
                 config.size("mamba_expand", 2) * config.size("hidden_size"), axis="tp", noun="channels"
@@ -63,8 +63,8 @@ def _build_facts(config: ModelConfig) -> ModelDims:
         },
         flags={
             "attention": [n for n in range(config.size("num_hidden_layers")) if n % period == offset],
-            "conv_bias": config.switch("mamba_conv_bias", default=True),
-            "mixer_bias": config.switch("mamba_proj_bias", default=False),
+            "conv_bias": config.read_flag("mamba_conv_bias", default=True),
+            "mixer_bias": config.read_flag("mamba_proj_bias", default=False),
         },
     )
 

@@ -41,7 +41,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
     head, heads = config.size("kv_channels"), config.size("num_key_value_heads")
     one = {"num_attention_heads": heads, "head_dim": head}
     facts = build_decoder_facts(replace(config, values={**config.values, **one}), tied=True)
-    return add_expert_facts(facts, config.size("num_local_experts"), config.size("intermediate_size")).also(
+    return add_expert_facts(facts, config.size("num_local_experts"), config.size("intermediate_size")).extend_dims(
         dims={
             "expert_q": LogicalDim(heads * head, head, "tp", noun="attention heads"),
             "q": LogicalDim(heads * head * config.size("num_experts_per_tok", 2), head),

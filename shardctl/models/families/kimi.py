@@ -60,7 +60,7 @@ _CONFIG_KEY_ALIASES: Final = {f"vt_{key}": key for key in _SIZE_KEYS} | {
 
 def add_moon_facts(facts: ModelDims, config: ModelConfig) -> ModelDims:
     """Return `facts`, and those of the vision model and the projector; raises SourceError for patches that are none."""
-    eyes = config.part("vision_config").called(_CONFIG_KEY_ALIASES)
+    eyes = config.part("vision_config").alias_keys(_CONFIG_KEY_ALIASES)
     hidden, merging = eyes.size("hidden_size", 1152), eyes.values.get("merge_kernel_size", [2, 2])
     if not isinstance(merging, list) or not all(isinstance(one, int) and one > 0 for one in merging):
         raise SourceError(f"config.json has merge_kernel_size = {merging!r} where a list of two numbers is expected")
@@ -78,13 +78,13 @@ def add_moon_facts(facts: ModelDims, config: ModelConfig) -> ModelDims:
         },
         indices={"layer": RowIndex(range(eyes.size("num_hidden_layers", 27)))},
         flags={
-            "patch_bias": eyes.switch("patch_embed_proj_bias", default=True),
+            "patch_bias": eyes.read_flag("patch_embed_proj_bias", default=True),
             "norm_bias": eyes.text("norm_type", "layernorm") == "layernorm",
-            "linear_bias": eyes.switch("linear_bias", default=True),
-            "attention_bias": eyes.switch("attn_bias", default=True),
+            "linear_bias": eyes.read_flag("linear_bias", default=True),
+            "attention_bias": eyes.read_flag("attn_bias", default=True),
         },
     )
-    return join_facts(facts, nest_facts(seen, "vision_", whole=True)).also(
+    return join_facts(facts, nest_facts(seen, "vision_", whole=True)).extend_dims(
         dims={"merged": LogicalDim(hidden * joined)},
         flags={"second": eyes.text("mm_projector_type", "patchmerger") == "patchmergerv2"},
     )
@@ -107,8 +107,8 @@ def _build_kimi_family(name: str, stem: str, text: Family, **renamed: str) -> Fa
 
     def build_facts(config: ModelConfig) -> ModelDims:
         facts = add_moon_facts(text.facts(text.complete_config(config.part("text_config"))), config)
-        tied = config.switch("tie_word_embeddings", default=bool(facts.flags["tied"]))
-        return facts.also(flags={"tied": tied})
+        tied = config.read_flag("tie_word_embeddings", default=bool(facts.flags["tied"]))
+        return facts.extend_dims(flags={"tied": tied})
 
     def read_text(config: ModelConfig) -> tuple[LayerFeatures | None, ModelConfig]:
         return text.traits, text.complete_config(config.part("text_config"))

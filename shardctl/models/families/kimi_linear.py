@@ -127,7 +127,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
     linear = ModelConfig(_get_linear_config(config))
     facts = build_latent_facts(config.over({"q_lora_rank": None}), mlp_bias=False)
     facts = add_balanced_facts(facts, config, moe=list_sparse_layers(config, 1), following=0)
-    return facts.also(
+    return facts.extend_dims(
         dims={
             **build_kda_dims(
                 linear.size("num_heads", config.size("linear_num_heads", 32)),
@@ -138,10 +138,10 @@ def _build_facts(config: ModelConfig) -> ModelDims:
         },
         flags={
             "attention": _list_attention_layers(config, linear),
-            "full_gate": linear.switch("use_full_rank_gate", default=False),
-            "output_gate": config.switch("mla_use_output_gate", default=False),
+            "full_gate": linear.read_flag("use_full_rank_gate", default=False),
+            "output_gate": config.read_flag("mla_use_output_gate", default=False),
             "latent": config.values.get("routed_expert_hidden_size") is not None,
-            "latent_norm": config.switch("latent_moe_use_norm", default=False),
+            "latent_norm": config.read_flag("latent_moe_use_norm", default=False),
             "residuals": config.values.get("attn_res_block_size") is not None,
         },
     )

@@ -71,9 +71,9 @@ _LFM2_MOE: Final = (
 
 def _build_mixer_facts(config: ModelConfig) -> ModelDims:
     """A short convolution remembers its last inputs, and has no state besides."""
-    tied = config.switch("tie_embedding", default=config.switch("tie_word_embeddings", default=True))
+    tied = config.read_flag("tie_embedding", default=config.read_flag("tie_word_embeddings", default=True))
     facts = build_decoder_facts(config, kv_heads=8)
-    return facts.also(
+    return facts.extend_dims(
         dims={
             "inner": LogicalDim(facts.size("hidden"), axis="tp", noun="channels"),
             "state": LogicalDim(0),
@@ -82,7 +82,7 @@ def _build_mixer_facts(config: ModelConfig) -> ModelDims:
         flags={
             "tied": tied,
             "attention": _list_attention_layers(config),
-            "conv_bias": config.switch("conv_bias", default=False),
+            "conv_bias": config.read_flag("conv_bias", default=False),
         },
     )
 
@@ -97,7 +97,7 @@ def _list_attention_layers(config: ModelConfig) -> frozenset[int]:
 
 def _build_facts(config: ModelConfig) -> ModelDims:
     facts, width = _build_mixer_facts(config), config.size("block_ff_dim", config.size("intermediate_size"))
-    if config.switch("block_auto_adjust_ff_dim", default=True):
+    if config.read_flag("block_auto_adjust_ff_dim", default=True):
         factor, multiple = config.values.get("block_ffn_dim_multiplier", 1.0), config.size("block_multiple_of", 256)
         width = int(2 * width / 3)
         if factor is not None:
@@ -105,7 +105,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
             if not 0 < factor < _MAX_MULTIPLIER:
                 raise SourceError(f"config.json has block_ffn_dim_multiplier = {factor:g}, which makes no MLP")
             width = -(-int(factor * width) // multiple) * multiple
-    return facts.also(dims={"ffn": LogicalDim(width, axis="tp")})
+    return facts.extend_dims(dims={"ffn": LogicalDim(width, axis="tp")})
 
 
 def _build_moe_facts(config: ModelConfig) -> ModelDims:
@@ -115,7 +115,7 @@ def _build_moe_facts(config: ModelConfig) -> ModelDims:
         config.size("moe_intermediate_size"),
         moe=range(config.count("num_dense_layers", 2), config.size("num_hidden_layers")),
     )
-    return facts.also(flags={"balanced": config.switch("use_expert_bias", default=True)})
+    return facts.extend_dims(flags={"balanced": config.read_flag("use_expert_bias", default=True)})
 
 
 _LAYER_FEATURES: Final = LayerFeatures(activation=("", "silu"), norm="rms", attention_dropout=("", 0.0))

@@ -30,14 +30,14 @@ def _build_helium_facts(config: ModelConfig) -> ModelDims:
         config,
         head_dim=128,
         kv_heads=20,
-        qkv_bias=config.switch("attention_bias", default=False),
-        mlp_bias=config.switch("mlp_bias", default=False),
+        qkv_bias=config.read_flag("attention_bias", default=False),
+        mlp_bias=config.read_flag("mlp_bias", default=False),
     )
-    return facts.also(dims={"attended": LogicalDim(width, head, "tp", noun="attention heads")})
+    return facts.extend_dims(dims={"attended": LogicalDim(width, head, "tp", noun="attention heads")})
 
 
 def _build_cwm_facts(config: ModelConfig) -> ModelDims:
-    return build_decoder_facts(config, head_dim=128, kv_heads=8, mlp_bias=config.switch("mlp_bias", default=False))
+    return build_decoder_facts(config, head_dim=128, kv_heads=8, mlp_bias=config.read_flag("mlp_bias", default=False))
 
 
 LLAMA: Final = Family(

@@ -54,14 +54,14 @@ _CHUNKED_ATTENTION_RULE: Final = WindowRule(
 
 
 def _build_facts(config: ModelConfig) -> ModelDims:
-    bias, ffn = config.switch("attention_bias", default=False), config.size("intermediate_size")
+    bias, ffn = config.read_flag("attention_bias", default=False), config.size("intermediate_size")
     facts = build_decoder_facts(config, head_dim=128, kv_heads=8, qkv_bias=bias, o_bias=bias)
     count = count_experts(config, "num_local_experts")
     marks = mark_rotary_layers(_CHUNKED_ATTENTION_RULE, config, config.size("num_hidden_layers"))
     rotary = frozenset(n for n, marked in enumerate(marks) if marked)
-    return add_expert_facts(facts, count, ffn, moe=_list_expert_layers(config), shared=ffn).also(
+    return add_expert_facts(facts, count, ffn, moe=_list_expert_layers(config), shared=ffn).extend_dims(
         dims={"dffn": LogicalDim(config.size("intermediate_size_mlp", 16384), axis="tp")},
-        flags={"qk_norm": config.switch("use_qk_norm", default=True), "rotary": rotary},
+        flags={"qk_norm": config.read_flag("use_qk_norm", default=True), "rotary": rotary},
     )
 
 
@@ -141,7 +141,7 @@ def _build_vision_facts(config: ModelConfig) -> ModelDims:
 
 
 def _add_projector_facts(_: ModelConfig, facts: ModelDims) -> ModelDims:
-    return facts.also(dims={"joint": LogicalDim(facts.size("hidden"), tower_axis="tp")})
+    return facts.extend_dims(dims={"joint": LogicalDim(facts.size("hidden"), tower_axis="tp")})
 
 
 _MULTIMODAL_FAMILY: Final = build_tower_family(

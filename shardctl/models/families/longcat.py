@@ -47,9 +47,9 @@ _MTP_LAYER_ROWS: Final = tuple(
 def _build_facts(config: ModelConfig) -> ModelDims:
     routed = count_experts(config, "n_routed_experts")
     idle, ffn = config.count("zero_expert_num", 256), config.size("moe_intermediate_size")
-    facts = build_latent_facts(config.called({"num_layers": "num_hidden_layers"}), mlp_bias=False)
+    facts = build_latent_facts(config.alias_keys({"num_layers": "num_hidden_layers"}), mlp_bias=False)
     both = RowIndex(range(2))
-    return add_expert_facts(facts, routed, ffn).also(
+    return add_expert_facts(facts, routed, ffn).extend_dims(
         dims={"experts": LogicalDim(routed + idle)},
         indices={
             **dict.fromkeys(("attention", "half", "before", "behind"), both),
@@ -57,7 +57,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
             "any_expert": RowIndex(range(routed + idle)),
             "next": RowIndex(range(config.count("num_nextn_predict_layers", 1))),
         },
-        flags={"router_bias": config.switch("router_bias", default=False)},
+        flags={"router_bias": config.read_flag("router_bias", default=False)},
     )
 
 

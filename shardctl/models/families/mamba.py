@@ -106,9 +106,9 @@ def _build_common_facts(config: ModelConfig, *, tied: bool) -> ModelDims:
         },
         indices={"layer": RowIndex(range(config.size("num_hidden_layers")), layer=0)},
         flags={
-            "tied": config.switch("tie_word_embeddings", default=tied),
-            "conv_bias": config.switch("use_conv_bias", default=True),
-            "mixer_bias": config.switch("use_bias", default=False),
+            "tied": config.read_flag("tie_word_embeddings", default=tied),
+            "conv_bias": config.read_flag("use_conv_bias", default=True),
+            "mixer_bias": config.read_flag("use_bias", default=False),
         },
     )
 
@@ -116,7 +116,7 @@ def _build_common_facts(config: ModelConfig, *, tied: bool) -> ModelDims:
 def _build_mamba_facts(config: ModelConfig) -> ModelDims:
     """The width that a config says itself goes before that which `expand` gives (falcon-mamba-7b has both)."""
     inner = config.size("intermediate_size", config.size("expand", 2) * config.size("hidden_size"))
-    return _build_common_facts(config, tied=True).also(
+    return _build_common_facts(config, tied=True).extend_dims(
         dims={
             "inner": LogicalDim(inner, axis="tp", noun="channels"),
             "state": LogicalDim(config.size("state_size", 16)),
@@ -126,7 +126,7 @@ def _build_mamba_facts(config: ModelConfig) -> ModelDims:
 
 
 def _build_mamba2_facts(config: ModelConfig) -> ModelDims:
-    return _build_common_facts(config, tied=False).also(
+    return _build_common_facts(config, tied=False).extend_dims(
         dims=build_mixer2_dims(
             config.size("num_heads", 128),
             config.size("head_dim", 64),

@@ -51,8 +51,8 @@ _MTP_EXTRA_TENSORS: Final = {"token_layernorm": "hidden", "hidden_layernorm": "h
 
 def _build_facts(config: ModelConfig) -> ModelDims:
     following = config.count("num_nextn_predict_layers", 1)
-    facts = build_decoder_facts(config, qkv_bias=config.switch("attention_bias", default=True))
-    return facts.also(indices={"next": RowIndex(range(following))})
+    facts = build_decoder_facts(config, qkv_bias=config.read_flag("attention_bias", default=True))
+    return facts.extend_dims(indices={"next": RowIndex(range(following))})
 
 
 MIMO: Final = Family(
@@ -109,11 +109,11 @@ def _build_v2_facts(config: ModelConfig) -> ModelDims:
     head, value = config.size("head_dim", 192), config.size("v_head_dim", 128)
     more = config.size("swa_num_key_value_heads", 2 * groups)
     noun = "key/value heads"
-    facts = build_decoder_facts(config, head_dim=head, qkv_bias=config.switch("attention_bias", default=False))
+    facts = build_decoder_facts(config, head_dim=head, qkv_bias=config.read_flag("attention_bias", default=False))
     ffn = config.size("moe_intermediate_size")
     return add_expert_facts(
         facts, count_experts(config, "n_routed_experts"), ffn, moe=list_sparse_layers(config, 1)
-    ).also(
+    ).extend_dims(
         dims={
             "heads": LogicalDim(heads, axis="tp", noun="attention heads"),
             "vs": LogicalDim(heads * value, value, "tp", noun="attention heads"),

@@ -85,7 +85,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
         ffn,
         moe=_list_marked_layers(config, "mlp_layer_types", "sparse", config.values.get("moe_layer_freq"), usual=True),
         shared=config.size("shared_intermediate_size", 3072),
-    ).also(
+    ).extend_dims(
         dims={
             "ffn": LogicalDim(dense, axis="tp"),
             "index": LogicalDim(width),
@@ -211,7 +211,7 @@ def _build_vision_facts(config: ModelConfig) -> ModelDims:
 
 def _add_projector_facts(config: ModelConfig, facts: ModelDims) -> ModelDims:
     merged = facts.size("hidden") * config.part("vision_config").size("spatial_merge_size", 2) ** 2
-    return facts.also(
+    return facts.extend_dims(
         dims={"merged": LogicalDim(merged), "projected": LogicalDim(config.size("projector_hidden_size", 6144))}
     )
 

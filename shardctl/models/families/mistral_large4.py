@@ -76,7 +76,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
         ffn,
         moe=list_sparse_layers(config, 1),
         shared=ffn * config.size("n_shared_experts", 1),
-    ).also(
+    ).extend_dims(
         dims={
             "heads": LogicalDim(heads, axis="tp", noun=head.noun),
             "wide_kvs": LogicalDim(heads * wide, wide, "tp", noun=head.noun),
@@ -148,9 +148,9 @@ def _rename_eyes(row: Row) -> Row:
 
 def _add_projector_facts(config: ModelConfig, facts: ModelDims) -> ModelDims:
     seen = facts.size("vision_hidden")
-    return facts.also(
+    return facts.extend_dims(
         dims={"merged": LogicalDim(seen * config.size("spatial_merge_size", 2) ** 2)},
-        flags={"projector_bias": config.switch("multimodal_projector_bias", default=False)},
+        flags={"projector_bias": config.read_flag("multimodal_projector_bias", default=False)},
     )
 
 

@@ -46,10 +46,10 @@ def _build_mixtral_facts(config: ModelConfig) -> ModelDims:
 
 
 def _build_phimoe_facts(config: ModelConfig) -> ModelDims:
-    bias = config.switch("attention_bias", default=False)
+    bias = config.read_flag("attention_bias", default=False)
     facts = build_decoder_facts(config, kv_heads=8, qkv_bias=bias, o_bias=bias)
-    head = config.switch("lm_head_bias", default=False)
-    return _add_expert_facts(facts, config).also(flags={"sequential": True, "head_bias": head})
+    head = config.read_flag("lm_head_bias", default=False)
+    return _add_expert_facts(facts, config).extend_dims(flags={"sequential": True, "head_bias": head})
 
 
 MIXTRAL: Final = Family(

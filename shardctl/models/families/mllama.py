@@ -58,7 +58,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
     crossing = config.values.get("cross_attention_layers")
     if crossing is not None and not (isinstance(crossing, list) and all(type(n) is int for n in crossing)):
         raise SourceError(f"config.json has cross_attention_layers = {crossing!r} where numbers of layers are expected")
-    return facts.also(
+    return facts.extend_dims(
         dims={"embedded": LogicalDim(facts.size("vocab") + _EXTRA_EMBEDDING_TOKENS, axis="tp", even=False)},
         flags={"cross": frozenset(_DEFAULT_CROSS_ATTENTION_LAYERS if crossing is None else crossing)},
     )
@@ -151,7 +151,7 @@ def _count_tile_tokens(config: ModelConfig) -> int:
 def _add_picture(config: ModelConfig, facts: ModelDims) -> ModelDims:
     """Say how many vectors a picture has that layers attend to: those of all its tiles."""
     seen = config.part("vision_config")
-    return facts.also(dims={"picture": LogicalDim(_count_tiles(seen) * _count_tile_tokens(seen))})
+    return facts.extend_dims(dims={"picture": LogicalDim(_count_tiles(seen) * _count_tile_tokens(seen))})
 
 
 MLLAMA: Final = build_tower_family(

@@ -96,13 +96,13 @@ def _build_facts(config: ModelConfig) -> ModelDims:
         },
         indices={"layer": RowIndex(range(layers), layer=0)},
         flags={
-            "tied": config.switch("tie_word_embeddings", default=True),
+            "tied": config.read_flag("tie_word_embeddings", default=True),
             "later": range(1, layers),
-            "norm_bias": config.switch("norm_bias", default=False),
-            "qkv_bias": config.switch("attention_bias", default=False),
-            "mlp_bias": config.switch("mlp_bias", default=False),
-            "head_bias": config.switch("classifier_bias", default=False),
-            "word_bias": config.switch("decoder_bias", default=True),
+            "norm_bias": config.read_flag("norm_bias", default=False),
+            "qkv_bias": config.read_flag("attention_bias", default=False),
+            "mlp_bias": config.read_flag("mlp_bias", default=False),
+            "head_bias": config.read_flag("classifier_bias", default=False),
+            "word_bias": config.read_flag("decoder_bias", default=True),
         },
     )
 

@@ -50,7 +50,7 @@ _MPNET_ROWS: Final = (
 
 
 def _build_facts(config: ModelConfig) -> ModelDims:
-    return build_encoder_facts(config).also(
+    return build_encoder_facts(config).extend_dims(
         dims={
             "heads": LogicalDim(config.size("num_attention_heads")),
             "buckets": LogicalDim(config.size("relative_attention_num_buckets", 32)),

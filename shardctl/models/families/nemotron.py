@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def _build_facts(config: ModelConfig) -> ModelDims:
-    return build_biased_facts(config).also(flags={"sequential": True})
+    return build_biased_facts(config).extend_dims(flags={"sequential": True})
 
 
 NEMOTRON: Final = Family(

@@ -104,7 +104,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
         ModelConfig({**config.values, "num_hidden_layers": len(kinds)}),
         head_dim=128,
         kv_heads=8,
-        mlp_bias=config.switch("mlp_bias", default=False),
+        mlp_bias=config.read_flag("mlp_bias", default=False),
     )
     at = {kind: [n for n, one in enumerate(kinds) if one == kind] for kind in _LAYER_TYPES_BY_LETTER.values()}
     latent = config.values.get("moe_latent_size") is not None
@@ -114,7 +114,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
         config.size("moe_intermediate_size", 7688),
         moe=at["moe"],
         shared=config.size("moe_shared_expert_intermediate_size", 7688),
-    ).also(
+    ).extend_dims(
         dims={
             **build_mixer2_dims(
                 config.size("mamba_num_heads", 128),
@@ -134,8 +134,8 @@ def _build_facts(config: ModelConfig) -> ModelDims:
         flags={
             **{kind: numbers for kind, numbers in at.items() if kind != "moe"},
             "latent": latent,
-            "conv_bias": config.switch("use_conv_bias", default=True),
-            "mixer_bias": config.switch("use_bias", default=False),
+            "conv_bias": config.read_flag("use_conv_bias", default=True),
+            "mixer_bias": config.read_flag("use_bias", default=False),
         },
     )
 

@@ -52,15 +52,15 @@ def _build_facts(config: ModelConfig) -> ModelDims:
         raise UnsupportedError(
             f"config.json has MLPs of {len(known)} widths; {_MAX_MLP_WIDTHS} are known", hint=_RULES_FILE_HINT
         )
-    bias = config.switch("attention_bias", default=False)
+    bias = config.read_flag("attention_bias", default=False)
     values = {"num_key_value_heads": heads // max(groups, default=1), "intermediate_size": max(known, default=1)}
     facts = build_decoder_facts(
         replace(config, values={**config.values, **values}),
-        qkv_bias=config.switch("qkv_bias", default=bias),
+        qkv_bias=config.read_flag("qkv_bias", default=bias),
         o_bias=bias,
-        mlp_bias=config.switch("mlp_bias", default=False),
+        mlp_bias=config.read_flag("mlp_bias", default=False),
     )
-    return facts.also(
+    return facts.extend_dims(
         dims={f"ffn_{n}": LogicalDim(width, axis="tp") for n, width in enumerate(known)},
         flags={
             "attention": frozenset(n for n, (attention, _) in enumerate(blocks) if not _is_absent(attention)),

@@ -43,10 +43,10 @@ _OLMO2_ROWS: Final = (
 
 
 def _build_facts(config: ModelConfig) -> ModelDims:
-    bias = config.switch("attention_bias", default=False)
+    bias = config.read_flag("attention_bias", default=False)
     facts = build_decoder_facts(config, qkv_bias=bias, o_bias=bias)
     q, kv = facts.size("q"), facts.size("kv")
-    return facts.also(dims={"all_q": LogicalDim(q), "all_kv": LogicalDim(kv)})
+    return facts.extend_dims(dims={"all_q": LogicalDim(q), "all_kv": LogicalDim(kv)})
 
 
 OLMO: Final = Family(

@@ -55,7 +55,7 @@ _NORM_ROWS: Final = (
 
 
 def _build_facts(config: ModelConfig) -> ModelDims:
-    bias, heads = config.switch("attention_bias", default=False), config.size("num_attention_heads")
+    bias, heads = config.read_flag("attention_bias", default=False), config.size("num_attention_heads")
     facts = build_decoder_facts(config, qkv_bias=bias, o_bias=bias)
     keys = config.size("linear_num_key_heads", heads)
     head = config.size("linear_key_head_dim", int(0.75 * facts.size("hidden") / keys))
@@ -66,12 +66,14 @@ def _build_facts(config: ModelConfig) -> ModelDims:
         "linear_value_head_dim": config.size("linear_value_head_dim", 2 * head),
     }
     q, kv = facts.size("q"), facts.size("kv")
-    facts = facts.also(dims={"all_q": LogicalDim(q), "all_kv": LogicalDim(kv)})
+    facts = facts.extend_dims(dims={"all_q": LogicalDim(q), "all_kv": LogicalDim(kv)})
     found = add_delta_facts(facts, replace(config, values={**config.values, **sizes}))
-    found = found.also(flags={"doubled": config.switch("linear_allow_neg_eigval", default=True)})
+    found = found.extend_dims(flags={"doubled": config.read_flag("linear_allow_neg_eigval", default=True)})
     last = frozenset({config.size("num_hidden_layers") - 1})
     return (
-        found if config.values.get("layer_types") or found.flags["attention"] else found.also(flags={"attention": last})
+        found
+        if config.values.get("layer_types") or found.flags["attention"]
+        else found.extend_dims(flags={"attention": last})
     )
 
 

@@ -50,7 +50,7 @@ _POSITION_EMBEDDING_OFFSET: Final = 2
 def _build_facts(config: ModelConfig) -> ModelDims:
     hidden = config.size("hidden_size")
     embedding = config.size("word_embed_proj_dim", hidden)
-    bare = config.switch("_remove_final_layer_norm", default=False)
+    bare = config.read_flag("_remove_final_layer_norm", default=False)
     return ModelDims(
         dims={
             "vocab": LogicalDim(config.size("vocab_size"), axis="tp", even=False),
@@ -63,10 +63,10 @@ def _build_facts(config: ModelConfig) -> ModelDims:
         },
         indices={"layer": RowIndex(range(config.size("num_hidden_layers")), layer=0)},
         flags={
-            "tied": config.switch("tie_word_embeddings", default=True),
-            "bias": config.switch("enable_bias", default=True),
-            "affine": config.switch("layer_norm_elementwise_affine", default=True),
-            "last_norm": config.switch("do_layer_norm_before", default=True) and not bare,
+            "tied": config.read_flag("tie_word_embeddings", default=True),
+            "bias": config.read_flag("enable_bias", default=True),
+            "affine": config.read_flag("layer_norm_elementwise_affine", default=True),
+            "last_norm": config.read_flag("do_layer_norm_before", default=True) and not bare,
             "narrow": embedding != hidden,
         },
     )

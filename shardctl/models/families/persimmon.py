@@ -39,9 +39,9 @@ _PERSIMMON_ROWS: Final = (
 
 
 def _build_facts(config: ModelConfig) -> ModelDims:
-    facts = build_decoder_facts(config, qk_norm=config.switch("qk_layernorm", default=True))
+    facts = build_decoder_facts(config, qk_norm=config.read_flag("qk_layernorm", default=True))
     q, head = facts.size("q"), facts.size("head")
-    return facts.also(
+    return facts.extend_dims(
         dims={"qkv": LogicalDim(3 * q, 3 * head, "tp", noun="attention heads")}, flags={"sequential": True}
     )
 

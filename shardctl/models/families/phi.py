@@ -67,7 +67,7 @@ _PHI3_ROWS: Final = (
 
 
 def _build_phi_facts(config: ModelConfig) -> ModelDims:
-    return build_decoder_facts(config, qk_norm=config.switch("qk_layernorm", default=False))
+    return build_decoder_facts(config, qk_norm=config.read_flag("qk_layernorm", default=False))
 
 
 PHI: Final = Family(

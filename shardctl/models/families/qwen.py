@@ -22,7 +22,7 @@ def _build_qwen2_facts(config: ModelConfig) -> ModelDims:
 
 
 def _build_qwen3_facts(config: ModelConfig) -> ModelDims:
-    bias = config.switch("attention_bias", default=False)
+    bias = config.read_flag("attention_bias", default=False)
     return build_decoder_facts(config, head_dim=_HEAD_DIM, qkv_bias=bias, o_bias=bias, qk_norm=True)
 
 

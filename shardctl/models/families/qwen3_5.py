@@ -61,7 +61,7 @@ def _build_rows(mlp: tuple[Row, ...], conditions: str) -> tuple[Row, ...]:
 
 
 def _build_facts(config: ModelConfig, kv_heads: int = 4) -> ModelDims:
-    bias = config.switch("attention_bias", default=False)
+    bias = config.read_flag("attention_bias", default=False)
     facts = build_decoder_facts(config, head_dim=256, kv_heads=kv_heads, qkv_bias=bias, o_bias=bias)
     return add_delta_facts(facts, config)
 
@@ -69,7 +69,7 @@ def _build_facts(config: ModelConfig, kv_heads: int = 4) -> ModelDims:
 def _build_moe_facts(config: ModelConfig) -> ModelDims:
     shared, ffn = config.size("shared_expert_intermediate_size", 512), config.size("moe_intermediate_size")
     facts = _build_facts(config.over({"intermediate_size": ffn}), kv_heads=2)
-    return add_qwen_experts(facts, config, shared=shared).also(flags={"moe": True})
+    return add_qwen_experts(facts, config, shared=shared).extend_dims(flags={"moe": True})
 
 
 QWEN3_5_TEXT: Final = Family(

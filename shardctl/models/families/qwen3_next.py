@@ -80,7 +80,7 @@ def add_delta_facts(facts: ModelDims, config: ModelConfig) -> ModelDims:
     if values % keys:
         raise SourceError(f"config.json has {values} value heads for {keys} key heads of linear attention")
     served, noun = values // keys, "key heads of linear attention"
-    return facts.also(
+    return facts.extend_dims(
         dims={
             "gated_q": LogicalDim(2 * facts.size("q"), 2 * facts.size("head"), "tp", noun="attention heads"),
             "keys": LogicalDim(keys * key, key, "tp", noun=noun),
@@ -106,7 +106,7 @@ def _list_attention_layers(config: ModelConfig) -> frozenset[int]:
 
 
 def _build_facts(config: ModelConfig) -> ModelDims:
-    bias = config.switch("attention_bias", default=False)
+    bias = config.read_flag("attention_bias", default=False)
     facts = build_decoder_facts(config, head_dim=256, kv_heads=2, qkv_bias=bias, o_bias=bias)
     shared = config.size("shared_expert_intermediate_size", 512)
     return add_delta_facts(add_qwen_experts(facts, config, shared=shared), config)

@@ -40,7 +40,7 @@ _EXPERT_ROWS: Final = (
 
 
 def _build_moe_facts(config: ModelConfig) -> ModelDims:
-    bias = config.switch("attention_bias", default=False)
+    bias = config.read_flag("attention_bias", default=False)
     facts = build_decoder_facts(config, qkv_bias=bias, o_bias=bias, qk_norm=True)
     return add_qwen_experts(facts, config, shared=None)
 

@@ -106,7 +106,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
     joined, hashes = config.size("ple_embed_dim", hidden), (ngram - 1) * per_ngram
     if not hashes or joined % hashes:
         raise SourceError(f"config.json has ple_embed_dim = {joined}, which {hashes} heads of n-grams do not divide")
-    return facts.also(
+    return facts.extend_dims(
         dims={
             "streams": LogicalDim(streams * hidden),
             "count": LogicalDim(streams),

@@ -59,7 +59,7 @@ def add_qwen_experts(facts: ModelDims, config: ModelConfig, *, shared: int | Non
 
 
 def _build_qwen2_moe_facts(config: ModelConfig) -> ModelDims:
-    bias = config.switch("qkv_bias", default=True)
+    bias = config.read_flag("qkv_bias", default=True)
     return add_qwen_experts(
         build_decoder_facts(config, qkv_bias=bias, kv_heads=16),
         config,
@@ -68,16 +68,16 @@ def _build_qwen2_moe_facts(config: ModelConfig) -> ModelDims:
 
 
 def _build_qwen3_moe_facts(config: ModelConfig) -> ModelDims:
-    bias = config.switch("attention_bias", default=False)
+    bias = config.read_flag("attention_bias", default=False)
     facts = build_decoder_facts(config, qkv_bias=bias, o_bias=bias, qk_norm=True, kv_heads=4)
     return add_qwen_experts(facts, config, shared=None)
 
 
 def _build_olmoe_facts(config: ModelConfig) -> ModelDims:
-    bias = config.switch("attention_bias", default=False)
+    bias = config.read_flag("attention_bias", default=False)
     facts = build_decoder_facts(config, qkv_bias=bias, o_bias=bias)
     facts = add_expert_facts(facts, count_experts(config, "num_experts"), config.size("intermediate_size"))
-    return facts.also(dims={"q_norm": LogicalDim(facts.size("q")), "kv_norm": LogicalDim(facts.size("kv"))})
+    return facts.extend_dims(dims={"q_norm": LogicalDim(facts.size("q")), "kv_norm": LogicalDim(facts.size("kv"))})
 
 
 _SLIDING_WINDOW_RULE: Final = WindowRule(4096, "first even", start=28, switched=True)

@@ -67,9 +67,9 @@ def _build_facts(config: ModelConfig) -> ModelDims:
     if width % heads:
         raise SourceError(f"config.json has num_attention_heads = {heads}, which does not divide lru_width = {width}")
     values = {**config.values, "head_dim": config.divided("hidden_size", "num_attention_heads")}
-    bias, block = config.switch("attention_bias", default=False), width // heads
+    bias, block = config.read_flag("attention_bias", default=False), width // heads
     facts = build_decoder_facts(replace(config, values=values), tied=True, qkv_bias=bias, o_bias=True)
-    return facts.also(
+    return facts.extend_dims(
         dims={
             "ffn": LogicalDim(config.size("intermediate_size") // 2, axis="tp"),
             "inner": LogicalDim(width, block, "tp", noun="channels"),

@@ -116,7 +116,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
     facts = build_encoder_facts(config)
     heads = config.size("num_attention_heads")
     head = config.size("head_dim", facts.size("hidden") // heads)
-    return facts.also(
+    return facts.extend_dims(
         dims={"q": LogicalDim(heads * head, head, "tp", noun="attention heads")},
         flags={"typed": facts.size("types") > 0},
     )

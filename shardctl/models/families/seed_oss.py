@@ -18,9 +18,9 @@ def _build_facts(config: ModelConfig) -> ModelDims:
         config,
         head_dim=None if "head_dim" in config.values else 128,
         kv_heads=8,
-        qkv_bias=config.switch("attention_bias", default=True),
-        o_bias=config.switch("attention_out_bias", default=False),
-        mlp_bias=config.switch("mlp_bias", default=False),
+        qkv_bias=config.read_flag("attention_bias", default=True),
+        o_bias=config.read_flag("attention_out_bias", default=False),
+        mlp_bias=config.read_flag("mlp_bias", default=False),
     )
 
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def _build_facts(config: ModelConfig) -> ModelDims:
-    bias = config.switch("attention_bias", default=False)
-    mlp_bias = config.switch("mlp_bias", default=False)
+    bias = config.read_flag("attention_bias", default=False)
+    mlp_bias = config.read_flag("mlp_bias", default=False)
     return build_decoder_facts(config, tied=True, kv_heads=4, qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def _build_facts(config: ModelConfig) -> ModelDims:
-    ffn, bias = config.size("moe_intermediate_size"), config.switch("attention_bias", default=False)
+    ffn, bias = config.size("moe_intermediate_size"), config.read_flag("attention_bias", default=False)
     facts = build_decoder_facts(
         replace(config, values={**config.values, "intermediate_size": ffn}), head_dim=128, kv_heads=8, qkv_bias=bias
     )

@@ -42,16 +42,16 @@ def _build_facts(config: ModelConfig) -> ModelDims:
     facts = build_decoder_facts(
         config,
         kv_heads=_KV_HEADS,
-        qkv_bias=config.switch("use_qkv_bias", default=False),
-        qk_norm=config.switch("qk_layernorm", default=False),
+        qkv_bias=config.read_flag("use_qkv_bias", default=False),
+        qk_norm=config.read_flag("qk_layernorm", default=False),
     )
     head = facts.size("head")
-    return facts.also(
+    return facts.extend_dims(
         indices={
             "q_head": RowIndex(range(facts.size("q") // head)),
             "kv_head": RowIndex(range(facts.size("kv") // head)),
         },
-        flags={"sequential": not config.switch("use_parallel_residual", default=False)},
+        flags={"sequential": not config.read_flag("use_parallel_residual", default=False)},
     )
 
 

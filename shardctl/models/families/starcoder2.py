@@ -39,9 +39,9 @@ _STARCODER2_ROWS: Final = (
 
 
 def _build_facts(config: ModelConfig) -> ModelDims:
-    bias = config.switch("use_bias", default=True)
+    bias = config.read_flag("use_bias", default=True)
     facts = build_decoder_facts(config, tied=True, kv_heads=_KV_HEADS, qkv_bias=bias, o_bias=bias, mlp_bias=bias)
-    return facts.also(flags={"sequential": True})
+    return facts.extend_dims(flags={"sequential": True})
 
 
 STARCODER2: Final = Family(

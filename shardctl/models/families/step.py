@@ -70,7 +70,7 @@ _STACKED_EXPERT_ARRAYS: Final = tuple(
 
 
 def _build_facts(config: ModelConfig) -> ModelDims:
-    bias, ffn = config.switch("attention_bias", default=False), config.size("moe_intermediate_size")
+    bias, ffn = config.read_flag("attention_bias", default=False), config.size("moe_intermediate_size")
     whole = build_decoder_facts(config, head_dim=128, kv_heads=8, qkv_bias=bias, o_bias=bias, qk_norm=True)
     windowed = _read_windowed_heads(config)
     layers, noun, head = config.size("num_hidden_layers"), "attention heads", whole.size("head")
@@ -80,7 +80,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
         ffn,
         moe=_list_expert_layers(config),
         shared=config.size("share_expert_dim", 1280),
-    ).also(
+    ).extend_dims(
         dims={
             "q": LogicalDim(windowed * head, head, "tp", noun=noun),
             "heads": LogicalDim(windowed, axis="tp", noun=noun),

@@ -49,7 +49,7 @@ _VISION_ENCODER_ROWS: Final = (
 
 
 def _build_eye_facts(config: ModelConfig) -> ModelDims:
-    config = config.called({"width": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"})
+    config = config.alias_keys({"width": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"})
     hidden, patch = config.size("hidden_size", 1536), config.size("patch_size", 14)
     ratio = config.values.get("mlp_ratio", _DEFAULT_MLP_RATIO)
     if not isinstance(ratio, int | float) or isinstance(ratio, bool) or not 0 < ratio < hidden:
@@ -69,7 +69,7 @@ def _build_eye_facts(config: ModelConfig) -> ModelDims:
 
 
 def _add_projector_facts(config: ModelConfig, facts: ModelDims) -> ModelDims:
-    return facts.also(flags={"projector_bias": config.switch("projector_bias", default=False)})
+    return facts.extend_dims(flags={"projector_bias": config.read_flag("projector_bias", default=False)})
 
 
 STEP3P7: Final = build_tower_family(

@@ -146,7 +146,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
         },
         indices={"encoder": RowIndex(range(encoder), layer=0), "decoder": RowIndex(range(decoder), layer=encoder)},
         flags={
-            "tied": config.switch("tie_word_embeddings", default=True),
+            "tied": config.read_flag("tie_word_embeddings", default=True),
             "gated": config.text("feed_forward_proj", "relu").startswith("gated-"),
             "first_block": range(1),
         },
@@ -157,7 +157,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
 def _build_gated_facts(config: ModelConfig, *, own_positions: bool) -> ModelDims:
     """Build the facts of mT5's kin, whose MLPs have a gate where a config is silent."""
     facts = _build_facts(config.over({"feed_forward_proj": "gated-gelu"}))
-    return facts.also(flags={"first_block": True}) if own_positions else facts
+    return facts.extend_dims(flags={"first_block": True}) if own_positions else facts
 
 
 def _build_long_facts(config: ModelConfig) -> ModelDims:
@@ -165,7 +165,7 @@ def _build_long_facts(config: ModelConfig) -> ModelDims:
     kind = config.text("encoder_attention_type", "local")
     if kind not in {"local", "transient-global"}:
         raise SourceError(f"config.json has encoder_attention_type = {kind!r} where local or transient-global is known")
-    return _build_facts(config).also(flags={"tied": True, "summary": kind != "local"})
+    return _build_facts(config).extend_dims(flags={"tied": True, "summary": kind != "local"})
 
 
 def _build_classes(stem: str) -> Mapping[str, ModelClass]:

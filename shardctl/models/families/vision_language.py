@@ -161,8 +161,8 @@ def _build_facts(config: ModelConfig, text: str, vision: str, *, bias: bool, eit
     chosen = config.values.get("vision_feature_layer")
     taken = len(chosen) if isinstance(chosen, list) else 1
     inner_tie = bool(language.flags["tied"])
-    tied = config.switch("tie_word_embeddings", default=inner_tie)
-    return facts.also(
+    tied = config.read_flag("tie_word_embeddings", default=inner_tie)
+    return facts.extend_dims(
         dims={
             "joined": LogicalDim(seen.size("hidden") * taken),
             "joint": LogicalDim(facts.size("hidden"), tower_axis="tp"),
@@ -171,7 +171,7 @@ def _build_facts(config: ModelConfig, text: str, vision: str, *, bias: bool, eit
         },
         flags={
             "tied": tied or (either and inner_tie),
-            "projector_bias": config.switch("multimodal_projector_bias", default=bias),
+            "projector_bias": config.read_flag("multimodal_projector_bias", default=bias),
             **{name: name == sight for name in _VISION_DIMS_BUILDERS},
         },
     )

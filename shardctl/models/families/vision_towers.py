@@ -86,7 +86,7 @@ def build_seeing_heads(hidden: int, heads: int) -> LogicalDim:
 
 
 def _build_qwen_vision_facts(config: ModelConfig, *, hidden: int, ffn: int, output: int, gated: bool) -> ModelDims:
-    config = config.called({"in_chans": "in_channels", "num_hidden_layers": "depth"})
+    config = config.alias_keys({"in_chans": "in_channels", "num_hidden_layers": "depth"})
     merged = hidden * config.size("spatial_merge_size", 2) ** 2
     return ModelDims(
         dims={
@@ -126,13 +126,13 @@ def build_qwen3_vision_facts(config: ModelConfig) -> ModelDims:
     if not isinstance(deep, list | tuple):
         raise SourceError(f"config.json has deepstack_visual_indexes = {deep!r} where a list of layers is expected")
     facts = _build_qwen_vision_facts(
-        config.called({"num_hidden_layers": "depth"}).over({"depth": 27, "patch_size": 16}),
+        config.alias_keys({"num_hidden_layers": "depth"}).over({"depth": 27, "patch_size": 16}),
         hidden=config.size("hidden_size", 1152),
         ffn=config.size("intermediate_size", 4304),
         output=config.size("out_hidden_size", 3584),
         gated=False,
     )
-    return facts.also(
+    return facts.extend_dims(
         dims={"positions": LogicalDim(config.size("num_position_embeddings", 2304))},
         indices={"deep": RowIndex(range(len(deep)))},
     )

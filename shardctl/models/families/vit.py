@@ -65,7 +65,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
             "labels": LogicalDim(config.labels(), loose=True),
         },
         indices={"layer": RowIndex(range(config.size("num_hidden_layers")), layer=0)},
-        flags={"qkv_bias": config.switch("qkv_bias", default=True)},
+        flags={"qkv_bias": config.read_flag("qkv_bias", default=True)},
     )
 
 

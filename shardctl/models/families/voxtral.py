@@ -69,7 +69,7 @@ _CONFIG_KEY_ALIASES: Final = {
 
 
 def _build_ear_facts(config: ModelConfig) -> ModelDims:
-    config, heads = config.called(_CONFIG_KEY_ALIASES), 32
+    config, heads = config.alias_keys(_CONFIG_KEY_ALIASES), 32
     return ModelDims(
         dims={
             "hidden": LogicalDim(config.size("hidden_size", 1280)),
@@ -85,7 +85,7 @@ def _build_ear_facts(config: ModelConfig) -> ModelDims:
 def _add_joined_facts(config: ModelConfig, facts: ModelDims) -> ModelDims:
     """Add what is projected at once: of Realtime some moments together, of the first Voxtral as wide as an MLP."""
     joined = facts.size("audio_hidden") * config.size("downsample_factor", 4)
-    return facts.also(dims={"joined": LogicalDim(joined)})
+    return facts.extend_dims(dims={"joined": LogicalDim(joined)})
 
 
 _DELAY_CONDITIONING_ROWS: Final = (

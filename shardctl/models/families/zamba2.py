@@ -75,7 +75,7 @@ def _build_facts(config: ModelConfig) -> ModelDims:
     slots = {layer: range(place % blocks, len(hybrid), blocks) for place, layer in enumerate(hybrid)}
     adapters = RowIndex(range(len(hybrid)), within=slots)
     mixers = config.size("n_mamba_heads", 8)
-    return facts.also(
+    return facts.extend_dims(
         dims={
             "both": LogicalDim(2 * hidden),
             "adapter": LogicalDim(config.size("adapter_rank", 128)),
@@ -95,9 +95,9 @@ def _build_facts(config: ModelConfig) -> ModelDims:
         flags={
             "hybrid": frozenset(hybrid),
             "shared": {layer: hybrid[place % blocks] for place, layer in enumerate(hybrid) if place >= blocks},
-            "adapted": config.switch("use_shared_attention_adapter", default=False),
-            "conv_bias": config.switch("use_conv_bias", default=True),
-            "mixer_bias": config.switch("add_bias_linear", default=False),
+            "adapted": config.read_flag("use_shared_attention_adapter", default=False),
+            "conv_bias": config.read_flag("use_conv_bias", default=True),
+            "mixer_bias": config.read_flag("add_bias_linear", default=False),
         },
     )
 

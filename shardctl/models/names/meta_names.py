@@ -126,6 +126,6 @@ def _split_head_rows(chunk: Chunk, head: int) -> Iterator[Chunk]:
     for number in range(chunk.box.origin[0] // head, -(-chunk.box.stop[0] // head)):
         for odd in range(2):
             view = ArrayView((number * head + odd, 0), (0, 1), (2, 1))
-            part = view.pull(chunk, Box((number * head + odd * half, 0), (half, columns)))
+            part = view.map_chunk_part(chunk, Box((number * head + odd * half, 0), (half, columns)))
             if part is not None:
                 yield part

@@ -78,7 +78,7 @@ def _build_four_bit_storage(kind: str, word: str, *, nested: bool) -> WeightStor
 
 def _parse_scheme(config: ModelConfig) -> QuantizationScheme:
     listed = find_module_list(config, "llm_int8_skip_modules")
-    if config.switch("load_in_4bit", default=False) or config.switch("_load_in_4bit", default=False):
+    if config.read_flag("load_in_4bit", default=False) or config.read_flag("_load_in_4bit", default=False):
         kind = config.text("bnb_4bit_quant_type", "fp4")
         if kind not in ("nf4", "fp4"):
             raise UnsupportedError(f"bitsandbytes knows no 4-bit type {kind!r}; it has nf4 and fp4")
@@ -88,9 +88,9 @@ def _parse_scheme(config: ModelConfig) -> QuantizationScheme:
                 f"bitsandbytes stores no 4-bit codes as {word!r}; it has {', '.join(_STORAGE_DTYPES)}"
             )
         storage = _build_four_bit_storage(
-            kind, _STORAGE_DTYPES[word], nested=config.switch("bnb_4bit_use_double_quant", default=False)
+            kind, _STORAGE_DTYPES[word], nested=config.read_flag("bnb_4bit_use_double_quant", default=False)
         )
-    elif config.switch("load_in_8bit", default=False) or config.switch("_load_in_8bit", default=False):
+    elif config.read_flag("load_in_8bit", default=False) or config.read_flag("_load_in_8bit", default=False):
         storage = _INT8_WEIGHT_STORAGE
     else:
         raise UnsupportedError("config.json says bitsandbytes, but neither load_in_4bit nor load_in_8bit")

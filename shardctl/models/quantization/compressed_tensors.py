@@ -96,7 +96,7 @@ class _GroupWeights:
 
     def zeros(self) -> tuple[QuantizedArray, ...]:
         """Return the zero points of an asymmetric format."""
-        if self.config.switch("symmetric", default=True):
+        if self.config.read_flag("symmetric", default=True):
             return ()
         forms = self.scales()
         if self.form == "pack-quantized" and self.strategy in ("group", "channel"):

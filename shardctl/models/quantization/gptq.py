@@ -66,14 +66,14 @@ def refuse_kernel_order(weights: str, usual: str) -> UnsupportedError:
 def build_gptq_storage(config: ModelConfig) -> WeightStorage:
     """Build the arrays of a weight with the bits, groups and order that a config says."""
     form = config.text("checkpoint_format", "") or config.text("format", "gptq")
-    if config.switch("is_marlin_format", default=False):  # as AutoGPTQ says it up to 0.7
+    if config.read_flag("is_marlin_format", default=False):  # as AutoGPTQ says it up to 0.7
         form = _MARLIN_FORMAT
     bits, group = parse_bits_and_groups(config)
     if form.lower() == _MARLIN_FORMAT and bits == BITS:
         return build_marlin_storage("B", "s", group)
     if form.lower() not in _CHECKPOINT_FORMATS:
         raise refuse_kernel_order(f"GPTQ weights in the format {form!r}", "gptq")
-    mixed = config.switch("desc_act", default=False) and group > 0
+    mixed = config.read_flag("desc_act", default=False) and group > 0
     by_group = AlongDim(IN, group) if group > 0 else 1
     codes = QuantizedArray("qweight", ("I32",), ((build_packed_dim(IN, bits), AlongDim(OUT)),))
     zeros = QuantizedArray("qzeros", ("I32",), ((by_group, build_packed_dim(OUT, bits)),))
@@ -104,7 +104,7 @@ def _parse_scheme(config: ModelConfig) -> QuantizationScheme:
     return QuantizationScheme(
         lambda names: find(names) or usual,
         lambda names: (bool(inner) and not chosen(names)) or find(names) is None,
-        heads=config.switch("lm_head", default=False),
+        heads=config.read_flag("lm_head", default=False),
     )
 
 

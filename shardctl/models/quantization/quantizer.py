@@ -216,7 +216,7 @@ class _ModelQuantizer:
                 self.contrary.append(weight.module)
             return last.parts
         held = self.list_held(weight)
-        if not self.quantised(weight, held):
+        if not self.is_quantized(weight, held):
             return None
         parts = self.parts(weight, held)
         coded = not held.keys() <= _PLAIN_NAMES or ("weight" in held and held["weight"].dtype.name not in FLOAT)
@@ -249,7 +249,7 @@ class _ModelQuantizer:
                 held[name] = found
         return held
 
-    def quantised(self, weight: _QuantizableWeight, held: Mapping[str, Tensor]) -> bool:
+    def is_quantized(self, weight: _QuantizableWeight, held: Mapping[str, Tensor]) -> bool:
         """Return whether the weight is quantized: by what is stored, else by the config."""
         if not self.present:
             return not self.spared(weight)

@@ -222,7 +222,7 @@ def _parse_scheme(config: ModelConfig) -> QuantizationScheme:
     return QuantizationScheme(
         lambda names: find(names) or usual,
         lambda names: skipped(names) or find(names) is None,
-        heads=config.switch("include_input_output_embeddings", default=False),
+        heads=config.read_flag("include_input_output_embeddings", default=False),
     )
 
 

@@ -108,10 +108,10 @@ class SharedPeak:
         """Find its bits, for which all is read once."""
         with self._lock:
             if not self._found:
-                self._found.append(max(self._scan(each, reader, buffer) for each in self.members))
+                self._found.append(max(self._scan_matrix(each, reader, buffer) for each in self.members))
             return self._found[0]
 
-    def _scan(self, matrix: StoredMatrix, reader: ByteReader, buffer: BandBuffer) -> int:
+    def _scan_matrix(self, matrix: StoredMatrix, reader: ByteReader, buffer: BandBuffer) -> int:
         peak, width = 0, matrix.shape[1]
         for rows in matrix.split_rows((0, matrix.shape[0])):
             bits = matrix.read_bits(reader, buffer, rows, (0, width))

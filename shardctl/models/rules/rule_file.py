@@ -46,7 +46,7 @@ class _NamingLine:
     """The shape in which the array, or an index of it, is seen; one extent may be -1."""
     transposed: bool = False
 
-    def expression(self) -> re.Pattern[str]:
+    def build_expression(self) -> re.Pattern[str]:
         """Return the pattern, its numbers as groups."""
         text = re.escape(self.pattern).replace(r"\*\*", ".*").replace(r"\*", "[^.]+")
         return re.compile(re.sub(r"\\\{([a-z_]+)\\\}", r"(?P<\1>[0-9]+)", text))
@@ -60,7 +60,7 @@ class _NamingLine:
             raise UsageError(f"{stored.name} is stored in parts, and [names] is for arrays that are stored whole")
         chunk, where = stored.chunks[0], stored.chunks[0].where
         if self.stacked is None:
-            yield self._seen(self.to.format(**numbers), stored, chunk, stored.shape, where)
+            yield self._view_tensor(self.to.format(**numbers), stored, chunk, stored.shape, where)
             return
         if not 0 <= self.stacked < len(stored.shape):
             raise UsageError(f"[names] says stacked = {self.stacked} of {stored.name}, which is {list(stored.shape)}")
@@ -69,9 +69,9 @@ class _NamingLine:
         strides = (*where.strides[: self.stacked], *where.strides[self.stacked + 1 :])
         for index in range(stored.shape[self.stacked]):
             at = Region(where.file, where.offset + index * where.strides[self.stacked], strides)
-            yield self._seen(self.to.format(**numbers, **{counted: index}), stored, chunk, rest, at)
+            yield self._view_tensor(self.to.format(**numbers, **{counted: index}), stored, chunk, rest, at)
 
-    def _seen(self, name: str, stored: Tensor, chunk: Chunk, shape: tuple[int, ...], where: Region) -> Tensor:
+    def _view_tensor(self, name: str, stored: Tensor, chunk: Chunk, shape: tuple[int, ...], where: Region) -> Tensor:
         views = [_RowView(0, shape, 0, where.strides)]
         if self.shape is not None:
             shape, views = _reshape_array(stored.name, shape, where.strides, self.shape)
@@ -92,12 +92,12 @@ class _NamingTable:
 
     lines: tuple[_NamingLine, ...]
 
-    def applied(self, stored: Manifest) -> Manifest:
+    def apply_names(self, stored: Manifest) -> Manifest:
         """Return the checkpoint under the names that the file gives.
 
         Raises UsageError for a name that no line matches, or that two arrays would have.
         """
-        expressions = [line.expression() for line in self.lines]
+        expressions = [line.build_expression() for line in self.lines]
         tensors: dict[str, Tensor] = {}
         unmatched = []
         for name, tensor in stored.tensors.items():
@@ -157,18 +157,18 @@ class RuleFile:
 
         Raises UsageError naming the tensors that no rule matches.
         """
-        matches = self._matches(stored)
+        matches = self._match_rules(stored)
         unmatched = [name for name in stored.tensors if name not in matches]
         if unmatched:
             raise UsageError(
                 f"no rule of {self.path} matches {format_first_few(unmatched)}",
                 hint='add a rule for them; "**" = [] as the last one leaves all others whole',
             )
-        stages, counted = self._stages(stored.tensors), ""
+        stages, counted = self._assign_stages(stored.tensors), ""
         if not stages:  # then names say where the layers are, as without rules
             places = count_layers({name: tensor.shape for name, tensor in stored.tensors.items()})
             stages, counted = {name: places.find_stage(name) for name in stored.tensors}, str(places)
-        members = self._members(stored.tensors)
+        members = self._find_members(stored.tensors)
         tensors = {
             name: self._tensor(t, matches[name], stages.get(name), members.get(name))
             for name, t in stored.tensors.items()
@@ -178,7 +178,7 @@ class RuleFile:
             architecture=architecture,
             layers=max((n + 1 for where, n in stages.values() if where == "layer"), default=0),
             tensors=tensors,
-            warnings=self._unused(set(matches.values())),
+            warnings=self._list_unused_rules(set(matches.values())),
             counted=counted,
         )
 
@@ -186,7 +186,7 @@ class RuleFile:
         """Return `model` with the cuts and stages of this file, and with the tensors that only it knows."""
         tensors = dict(model.tensors)
         names = [*tensors, *(n for n in stored.tensors if find_canonical_name(model, n) is None)]
-        stages, members = self._stages(dict.fromkeys(names)), self._members(names)
+        stages, members = self._assign_stages(dict.fromkeys(names)), self._find_members(names)
         order = PatternList([rule.pattern for rule in self.rules])
         used: set[int] = set()
         for name in names:
@@ -199,15 +199,17 @@ class RuleFile:
                 if found is not None:
                     tensors[name] = self._tensor(stored.tensors[name], found, where, members.get(name))
             elif found is not None or where is not None:
-                tensors[name] = self._changed(mine, found, where, members.get(name))
+                tensors[name] = self._apply_rule(mine, found, where, members.get(name))
         layers = max([model.layers, *(n + 1 for where, n in stages.values() if where == "layer")])
-        return replace(model, layers=layers, tensors=tensors, warnings=(*model.warnings, *self._unused(used)))
+        return replace(
+            model, layers=layers, tensors=tensors, warnings=(*model.warnings, *self._list_unused_rules(used))
+        )
 
-    def _matches(self, stored: Manifest) -> dict[str, int]:
+    def _match_rules(self, stored: Manifest) -> dict[str, int]:
         order = PatternList([rule.pattern for rule in self.rules])
         return {name: found for name in stored.tensors if (found := order.first(name)) is not None}
 
-    def _stages(self, names: Mapping[str, object]) -> dict[str, tuple[Where, int]]:
+    def _assign_stages(self, names: Mapping[str, object]) -> dict[str, tuple[Where, int]]:
         """Return the stages of the names that `[layers]` speaks of; layers count from 0 whatever their numbers."""
         stages: dict[str, tuple[Where, int]] = {}
         below = 0
@@ -221,7 +223,7 @@ class RuleFile:
                 stages[name] = ("last", 0)
         return stages
 
-    def _members(self, names: Iterable[str]) -> dict[str, GroupMember]:
+    def _find_members(self, names: Iterable[str]) -> dict[str, GroupMember]:
         """Find which of the experts each name below a pattern of `[experts]` is of."""
         found = {name: part for name in names for each in self.experts if (part := each.split(name)) is not None}
         numbers: dict[str, set[int]] = {}
@@ -240,7 +242,7 @@ class RuleFile:
         spec = PartitionSpec(cuts, (where or ("first", 0),), member)
         return ModelTensor(stored.name, stored.shape, stored.dtype, spec, Row(chosen.pattern, ""))
 
-    def _changed(
+    def _apply_rule(
         self, tensor: ModelTensor, rule: int | None, where: tuple[Where, int] | None, member: GroupMember | None
     ) -> ModelTensor:
         row, spec = tensor.row, tensor.spec
@@ -253,7 +255,7 @@ class RuleFile:
             spec = replace(spec, where=(where,))
         return replace(tensor, row=row, spec=spec)
 
-    def _unused(self, used: set[int]) -> tuple[str, ...]:
+    def _list_unused_rules(self, used: set[int]) -> tuple[str, ...]:
         return tuple(
             f"the rule {rule.pattern!r} of {self.path} matches no tensor"
             for place, rule in enumerate(self.rules)

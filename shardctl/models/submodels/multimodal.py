@@ -264,7 +264,7 @@ def _add_inner_adapters(family: Family, adapters: Mapping[str, int], stored: Man
 
     def build_facts(config: ModelConfig) -> ModelDims:
         dims = {f"rank_{name}": LogicalDim(rank) for name, rank in adapters.items()}
-        return family.facts(config).also(dims=dims)
+        return family.facts(config).extend_dims(dims=dims)
 
     rows = tuple(new for row in family.rows for new in _adapt_row(row, adapters, wrapped, alone=not stored.tensors))
     return replace(family, rows=rows, facts=build_facts)

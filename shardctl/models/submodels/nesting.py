@@ -73,7 +73,7 @@ def nest_facts(facts: ModelDims, word: str, *, layer: int | None = None, whole: 
 
 def join_facts(one: ModelDims, other: ModelDims) -> ModelDims:
     """Return the facts of two models that are parts of a third."""
-    return replace(one.also(dims=other.dims, indices=other.indices, flags=other.flags), stages=one.stages)
+    return replace(one.extend_dims(dims=other.dims, indices=other.indices, flags=other.flags), stages=one.stages)
 
 
 def _nest_name(name: str, under: str) -> str:

@@ -109,9 +109,9 @@ def _build_facts(
         there = config.values.get(tower.key) is not None or not tower.optional
         seen = tower.facts(config.part(tower.key) if there else ModelConfig({}))
         facts = join_facts(facts, nest_facts(seen, tower.word, whole=True))
-        facts = facts.also(flags={f"{tower.word}tower": there})
-    tied = config.switch("tie_word_embeddings", default=bool(facts.flags["tied"]))
-    facts = facts.also(flags={"tied": tied})
+        facts = facts.extend_dims(flags={f"{tower.word}tower": there})
+    tied = config.read_flag("tie_word_embeddings", default=bool(facts.flags["tied"]))
+    facts = facts.extend_dims(flags={"tied": tied})
     return more(config, facts) if more is not None else facts
 
 

@@ -59,10 +59,10 @@ class ModelConfig:
             raise SourceError(f"{self.file} describes more than {_MOST_LAYERS} tensors: it has {key} = {value}")
         return value
 
-    def called(self, names: Mapping[str, str]) -> ModelConfig:
+    def alias_keys(self, names: Mapping[str, str]) -> ModelConfig:
         """Return this config with the keys of `names` also known by their values, which it may have itself.
 
-        >>> ModelConfig({"num_attention_heads": 8}).called({"num_attention_heads": "n_head"}).size("n_head")
+        >>> ModelConfig({"num_attention_heads": 8}).alias_keys({"num_attention_heads": "n_head"}).size("n_head")
         8
         """
         known = {key: self.values[other] for other, key in names.items() if other in self.values}
@@ -106,7 +106,7 @@ class ModelConfig:
             raise SourceError(f"{self.file} has {key} = {groups}, which does not divide its {heads} attention heads")
         return groups
 
-    def switch(self, key: str, *, default: bool) -> bool:
+    def read_flag(self, key: str, *, default: bool) -> bool:
         """Return a boolean; raises SourceError if it is anything else."""
         value = self.values.get(key)
         if value is None:

@@ -159,7 +159,7 @@ def build_decoder_facts(
         },
         indices={"layer": RowIndex(range(config.size("num_hidden_layers")), layer=0)},
         flags={
-            "tied": config.switch("tie_word_embeddings", default=tied),
+            "tied": config.read_flag("tie_word_embeddings", default=tied),
             "qkv_bias": qkv_bias,
             "o_bias": o_bias,
             "mlp_bias": mlp_bias,
@@ -175,8 +175,8 @@ def build_decoder_facts(
 
 def build_biased_facts(config: ModelConfig) -> ModelDims:
     """Build the facts of a decoder whose config says which matrices have biases."""
-    bias = config.switch("attention_bias", default=False)
-    return build_decoder_facts(config, qkv_bias=bias, o_bias=bias, mlp_bias=config.switch("mlp_bias", default=False))
+    bias = config.read_flag("attention_bias", default=False)
+    return build_decoder_facts(config, qkv_bias=bias, o_bias=bias, mlp_bias=config.read_flag("mlp_bias", default=False))
 
 
 def assume_sizes(vocab: int, hidden: int, ffn: int, layers: int, heads: int) -> Mapping[str, object]:

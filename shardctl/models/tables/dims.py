@@ -20,13 +20,13 @@ class RowDims:
     index: str
     rows: list[Row]
 
-    def spellings(self, name: str) -> tuple[str, ...]:
+    def list_aliases(self, name: str) -> tuple[str, ...]:
         """Yield what a dim may be called: by itself, with a nested table's word, with an encoder-decoder's side."""
         return (f"{self.index.removesuffix('layer')}{name}", f"{self.index}_{name}", name)
 
     def known(self, name: str) -> str:
         """Return what the facts call it, or an empty string."""
-        return next((one for one in self.spellings(name) if one in self.facts.dims), "")
+        return next((one for one in self.list_aliases(name) if one in self.facts.dims), "")
 
     def has(self, name: str) -> bool:
         """Return whether a row has it."""
@@ -47,7 +47,7 @@ class RowDims:
         dims = self.facts.dims[self.known(name)]
         return (dims[0] if isinstance(dims, tuple) else dims).axis == "tp"
 
-    def matrices(self, name: str) -> int:
+    def count_matrices(self, name: str) -> int:
         """Return how many matrices between it and what layers or experts read the rows hold, fused ones apart."""
         wide, size = {self.known("hidden"), self.known("routed") or self.known("hidden")}, self.size(name)
         called = [self.known(one) for one in (name, "pairs") if self.known(one)]

@@ -107,7 +107,7 @@ def add_expert_facts(
     The dims are `experts` (of a router, whole), `expert` (of a stack), `effn` inside a routed expert and
     `sffn` inside the `shared` ones; `moe` is the layers that have experts.
     """
-    return facts.also(
+    return facts.extend_dims(
         dims={
             "experts": LogicalDim(count),
             "expert": LogicalDim(count, axis="ep", noun="experts"),

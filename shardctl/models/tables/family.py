@@ -75,7 +75,7 @@ class ModelDims:
         dims = self.dims[name]
         return sum(dim.size for dim in dims) if isinstance(dims, tuple) else dims.size
 
-    def also(
+    def extend_dims(
         self,
         *,
         dims: Mapping[str, LogicalDim | tuple[LogicalDim, ...]] | None = None,
@@ -220,4 +220,4 @@ class Family:
 
     def complete_config(self, config: ModelConfig) -> ModelConfig:
         """Return `config` as its class reads it: keys under one name, and what the class assumes if they are absent."""
-        return config.called(self.aliases).over(self.assumed)
+        return config.alias_keys(self.aliases).over(self.assumed)

@@ -120,8 +120,8 @@ class TensorFusion:
         places = self.places
         for each in stored.chunks:
             chunk = places.split_dims(each)
-            for position, _ in places.index.overlapping(chunk.box):
-                part = places.views[position].pull(chunk, places.boxes[position])
+            for position, _ in places.index.find_overlaps(chunk.box):
+                part = places.views[position].map_chunk_part(chunk, places.boxes[position])
                 if part is not None:
                     turns = count_turns(places.shapes[position], places.boxes[position])
                     chunks[position].append(part if turns == 1 else replace(part, turns=turns))

@@ -33,12 +33,12 @@ LATENT: Final = (
 
 def build_latent_facts(config: ModelConfig, *, mlp_bias: bool) -> ModelDims:
     """Build the facts of a decoder with latent attention."""
-    bias, heads = config.switch("attention_bias", default=False), config.size("num_attention_heads")
+    bias, heads = config.read_flag("attention_bias", default=False), config.size("num_attention_heads")
     rope, nope = config.count("qk_rope_head_dim", 64), config.size("qk_nope_head_dim", 128)
     value = config.size("v_head_dim", 128)
     no_lora = "q_lora_rank" in config.values and config.values["q_lora_rank"] is None
     noun = "attention heads"
-    return build_decoder_facts(config, head_dim=nope + rope, o_bias=bias, mlp_bias=mlp_bias).also(
+    return build_decoder_facts(config, head_dim=nope + rope, o_bias=bias, mlp_bias=mlp_bias).extend_dims(
         dims={
             "qs": LogicalDim(heads * (nope + rope), nope + rope, "tp", noun=noun),
             "kvs": LogicalDim(heads * (nope + value), nope + value, "tp", noun=noun),

@@ -117,7 +117,7 @@ class _ModelBuilder:
         needed = self.facts.flags[row.needed] if row.needed else True
         pieces = INDEX.split(self.full(row.name))
         counting = [place for place, name in enumerate(pieces[1::2]) if self.facts.indices[name].axis]
-        shape, cuts, free = self.extents(row.dims, mine=mine, expert=bool(counting))
+        shape, cuts, free = self.resolve_extents(row.dims, mine=mine, expert=bool(counting))
         if row.buffer:
             cuts = ((),) * len(shape)
         cuts = self.cuts.setdefault(cuts, cuts)
@@ -153,7 +153,7 @@ class _ModelBuilder:
             return name
         return f"{self.member.prefix}{name}" if self.member.prefix else name[1:]
 
-    def extents(
+    def resolve_extents(
         self, dims: str, *, mine: bool, expert: bool
     ) -> tuple[tuple[int, ...], tuple[tuple[AxisPartition, ...], ...], tuple[int, ...]]:
         """Return shape, cuts and undetermined dims of `dims`; `expert` says that the tensor is one expert's."""
@@ -164,7 +164,7 @@ class _ModelBuilder:
             if word == "*":
                 free.append(place)
                 word = "1"  # noqa: PLW2901 - a nominal extent, which the stored one replaces
-            fused = [dim for name in word.split("+") for dim in self.fused(name)]
+            fused = [dim for name in word.split("+") for dim in self.list_fused_dims(name)]
             if any(dim.loose for dim in fused) and not mine:
                 free.append(place)
             shape.append(sum(dim.size for dim in fused))
@@ -174,7 +174,7 @@ class _ModelBuilder:
             cuts[0] = (*cuts[0], _EXPERT_FSDP if expert else FSDP)
         return tuple(shape), tuple(cuts), tuple(free)
 
-    def fused(self, name: str) -> tuple[LogicalDim, ...]:
+    def list_fused_dims(self, name: str) -> tuple[LogicalDim, ...]:
         """Return the logical dims that a literal or a name in `dims` stands for."""
         if name.isdecimal():
             return (LogicalDim(int(name)),)

@@ -100,7 +100,7 @@ def list_windows(rule: WindowRule | None, config: ModelConfig, layers: int) -> t
 
 def _get_window_size(rule: WindowRule, config: ModelConfig) -> int | None:
     """Return the window; a config that says null has none."""
-    if rule.switched and not config.switch("use_sliding_window", default=False):
+    if rule.switched and not config.read_flag("use_sliding_window", default=False):
         return None
     silent = rule.size is None or rule.key in config.values
     if silent and config.values.get(rule.key) is None:

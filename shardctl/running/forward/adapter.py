@@ -123,12 +123,12 @@ class WeightConversion:
         """Return where each stored name belongs; names that the model has no use for are left out."""
         state = self.model.state_dict(keep_vars=True)
         try:
-            return self._renamed(names, state)
+            return self._map_stored_names(names, state)
         except (ImportError, AttributeError, TypeError) as error:
             self.problem = f"this transformers does not rename stored tensors as expected ({error})"
             return {name: ConversionTarget(name, converted=False) for name in names if name in state}
 
-    def _renamed(self, names: Iterable[str], state: dict[str, Torch]) -> dict[str, ConversionTarget]:
+    def _map_stored_names(self, names: Iterable[str], state: dict[str, Torch]) -> dict[str, ConversionTarget]:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 

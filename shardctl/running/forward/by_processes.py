@@ -156,10 +156,10 @@ def _compute_on_rank(
     with tell_machine_errors(options.device):
         select_device(options.device)
         team = _meet_others(candidate.mesh, options.device, folder, rank)
-        rank.beat()
+        rank.report_heartbeat()
         candidate, original = attach_readers(candidate, original)
-        ours = _NotingReader(candidate.reader, rank.beat)
-        theirs = _NotingReader(original.reader, rank.beat)
+        ours = _NotingReader(candidate.reader, rank.report_heartbeat)
+        theirs = _NotingReader(original.reader, rank.report_heartbeat)
         result = compare_in_process(replace(candidate, reader=ours), replace(original, reader=theirs), options, team)
         dist.barrier()  # who ends first closes connections that others still read from
     found = base64.b64encode(pickle.dumps(result)).decode()
@@ -182,7 +182,7 @@ def _meet_others(mesh: Mesh, device: str, folder: str, rank: RankProcess) -> Pro
             world_size=rank.world,
             timeout=_RENDEZVOUS_TIMEOUT,
         )
-        team = ProcessTeam(rank.number, mesh, device, rank.beat)
+        team = ProcessTeam(rank.number, mesh, device, rank.report_heartbeat)
         dist.barrier()
     except (RuntimeError, ValueError, OSError) as error:
         raise MeetingError(str(error).partition("\n")[0]) from error

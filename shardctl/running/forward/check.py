@@ -130,7 +130,7 @@ def _compare_with_native(
     from shardctl.running.forward.inputs import build_inputs
 
     candidate, original = attach_readers(candidate, original)
-    rank.beat()
+    rank.report_heartbeat()
     check = ForwardComparison(candidate, original, options)
     kind = get_model_class(str(check.config["architectures"][0]))
     executor = check.executor(kind, "fp32")

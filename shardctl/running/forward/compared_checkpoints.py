@@ -105,15 +105,15 @@ class ComparedSides:
 
     def fill(self, executor: ModelExecutor) -> tuple[ModelWeights, ModelWeights]:
         """Return the weights of the source and of the shards, with what neither has in place for good."""
-        source = self._source(executor)
-        shards = self._shards(executor)
-        self._round(source, shards)
+        source = self._open_source(executor)
+        shards = self._open_shards(executor)
+        self._round_source(source, shards)
         if source.unused:
             told = "1 tensor is" if len(source.unused) == 1 else f"{len(source.unused)} tensors are"
             self.notes.append(f"{told} not part of the class and not used: {format_first_few(source.unused)}")
         for have, lack in ((source, shards), (shards, source)):
             for slot in have.direct | have.converted:
-                if not lack.fills(slot):
+                if not lack.has_weights_for(slot):
                     name = slot.names[0]
                     message = f"nothing in the {lack.title} fills {name}, but the {have.title} fills it"
                     self.findings.append(CheckFinding("error", "forward", message, name))
@@ -143,7 +143,7 @@ class ComparedSides:
             if device is not None and device != executor.precision.device:
                 executor.skeleton.move_unit(unit, device)
 
-    def _source(self, executor: ModelExecutor) -> ModelWeights:
+    def _open_source(self, executor: ModelExecutor) -> ModelWeights:
         """Return the right checkpoint, as transformers itself reads its names.
 
         Else as shardctl does, and that is noted.
@@ -176,7 +176,7 @@ class ComparedSides:
         if taken:
             self.notes.append(f"{len(taken)} arrays of experts of the source were joined by shardctl, not transformers")
 
-    def _shards(self, executor: ModelExecutor) -> ModelWeights:
+    def _open_shards(self, executor: ModelExecutor) -> ModelWeights:
         """Return the checkpoint to be proved, each rank's part from its own files where there are ranks."""
         reader, model, mesh = self._readers[1], self.candidate.model, self.candidate.mesh
         shards: CheckpointShards | None = None
@@ -219,7 +219,7 @@ class ComparedSides:
             view.weights.rounded = source.rounded
         return RankRunner(views, like.meeting, executor.precision, executor.values, like.joined)
 
-    def _round(self, source: ModelWeights, shards: ModelWeights) -> None:
+    def _round_source(self, source: ModelWeights, shards: ModelWeights) -> None:
         """Round the source as the shards were, so that a cast that was asked for is no error."""
         kinds = {slot: lazy for slot, lazy in shards.direct.items() if lazy.is_floating_point()}
         narrower = {

@@ -146,11 +146,11 @@ class ForwardComparison:
             if golden
             else build_inputs(model, self.options.device, self.options.seq_len)
         )
-        self._prepare(executor, source, shards)
+        self._prepare_executor(executor, source, shards)
         self.options.watcher.begin(0, phase="forward")
         with record_chosen_experts(model) as seen:
             reference = executor.run(inputs, source, beside=shards)
-        self._say(*count_idle_experts(model, seen))
+        self._note_idle_experts(*count_idle_experts(model, seen))
         name, expected = select_output(reference)
         before = self.sides.original.before
         exact = self._run_unrounded(kind, inputs) if source.rounded is not None or before is not None else expected
@@ -162,10 +162,12 @@ class ForwardComparison:
             )
         self._look(executor, source, shards)
         own = (executor, shards) if self.sides.candidate.config is None else self._build_own()
-        found = self._free(own[0], inputs, own[1]) if own is not None else None
+        found = self._run_shards_alone(own[0], inputs, own[1]) if own is not None else None
         apart = measure_distance(expected, found) if found is not None else inf
-        generated = self._generated(executor, source, shards) if self.options.prompt else None
-        rounding = self._rounding(kind, executor, inputs, shards, expected) if self.options.dtype != "fp32" else None
+        generated = self._generate_texts(executor, source, shards) if self.options.prompt else None
+        rounding = (
+            self._measure_rounding(kind, executor, inputs, shards, expected) if self.options.dtype != "fp32" else None
+        )
         lost = list(find_lost_outputs(name, exact, found, allowed=self.sides.candidate.overflow_allowed))
         if rounding is not None and rounding.output == inf and not lost:
             raise UnsupportedError(
@@ -219,7 +221,7 @@ class ForwardComparison:
             inputs=encode_inputs(inputs) if sketched else {},
             portable_bound=choose_tolerance(self.options.dtype, summed=True, rounding=rounding).logits,
         )
-        self._unreached(executor)
+        self._note_unreached_units(executor)
         extra = [*executor.findings, *self._judge_drift(executor), *self.sides.findings, *held, *lost]
         return judge_result(result, list(dict.fromkeys(extra)), [*self.sides.notes, *executor.notes])
 
@@ -265,7 +267,9 @@ class ForwardComparison:
         watcher = self.options.watcher
         return ModelExecutor(skeleton, WeightConversion(model), precision, self.team, watcher=watcher)
 
-    def _free(self, executor: ModelExecutor, inputs: Mapping[str, Torch], shards: ModelWeights) -> Torch | None:
+    def _run_shards_alone(
+        self, executor: ModelExecutor, inputs: Mapping[str, Torch], shards: ModelWeights
+    ) -> Torch | None:
         """Return the output of the shards by themselves, each part fed what the one before it gave."""
         try:
             return select_output(executor.run(inputs, shards))[1]
@@ -286,7 +290,7 @@ class ForwardComparison:
             kind = get_model_class(_find_architecture(candidate.config, candidate.model))
             executor = self.executor(kind, self.options.dtype, candidate.config)
             source, shards = ComparedSides(self.sides.original, candidate, self.team).fill(executor)
-            self._prepare(executor, source, shards)
+            self._prepare_executor(executor, source, shards)
         except MachineError:
             raise
         except (ShardctlError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -340,7 +344,7 @@ class ForwardComparison:
                     f"sequences of {ids.shape[-1]} tokens do not reach {what} {reached:,}; {longer} runs longer ones"
                 )
 
-    def _rounding(
+    def _measure_rounding(
         self, kind: Torch, narrow: ModelExecutor, inputs: Mapping[str, Torch], shards: ModelWeights, expected: Torch
     ) -> MeasuredRounding:
         """Return what rounding does to the source: in its own order of sums, and in that of ranks."""
@@ -380,7 +384,9 @@ class ForwardComparison:
             if found
         ]
 
-    def _generated(self, executor: ModelExecutor, source: ModelWeights, shards: ModelWeights) -> GeneratedTexts | None:
+    def _generate_texts(
+        self, executor: ModelExecutor, source: ModelWeights, shards: ModelWeights
+    ) -> GeneratedTexts | None:
         try:
             return continue_prompt(
                 executor, (source, shards), self.sides.original.folder, self.options.prompt, self.options.tokens
@@ -392,13 +398,15 @@ class ForwardComparison:
 
     def _look(self, executor: ModelExecutor, source: ModelWeights, shards: ModelWeights) -> None:
         """Run what sees images by itself, where the model was given text alone."""
-        for name, tower, inputs in list_towers(executor.skeleton.model, self._idle(executor), self.options.device):
+        for name, tower, inputs in list_towers(
+            executor.skeleton.model, self._find_idle_units(executor), self.options.device
+        ):
             try:
                 executor.run(inputs, source, shards, model=tower)
             except (PartError, UnsupportedError) as error:
                 self.sides.notes.append(f"{name} was not run: {error}")
 
-    def _prepare(self, executor: ModelExecutor, source: ModelWeights, shards: ModelWeights) -> None:
+    def _prepare_executor(self, executor: ModelExecutor, source: ModelWeights, shards: ModelWeights) -> None:
         """Have the executor run the source, and the shards as ranks where they compute with parts."""
         executor.source, executor.ranks = source, self.sides.gather_ranks(executor, shards)
         executor.known = shards.shards is not None and bool(shards.shards.model.family)
@@ -415,13 +423,13 @@ class ForwardComparison:
             held.compare_copies(dict(sums))
         return [each for findings in self.team.collect(held.findings) for each in findings]
 
-    def _say(self, unused: int, experts: int) -> None:
+    def _note_idle_experts(self, unused: int, experts: int) -> None:
         """Say which experts were read and not computed with."""
         if unused:
             text = "experts were chosen by no token of these inputs and were not tested"
             self.sides.notes.append(f"{unused} of {experts} {text}")
 
-    def _idle(self, executor: ModelExecutor) -> list[str]:
+    def _find_idle_units(self, executor: ModelExecutor) -> list[str]:
         """Return the parts that no input reached, and whose weights no other part has."""
         skeleton = executor.skeleton
         used = {id(slot) for unit in skeleton.units if unit.name in executor.reached for slot in unit.slots}
@@ -432,8 +440,8 @@ class ForwardComparison:
             and any(used.isdisjoint(map(id, skeleton.slots[slot.names[0]])) for slot in unit.slots)
         ]
 
-    def _unreached(self, executor: ModelExecutor) -> None:
-        idle = self._idle(executor)
+    def _note_unreached_units(self, executor: ModelExecutor) -> None:
+        idle = self._find_idle_units(executor)
         if executor.unstable:
             self.sides.notes.append(
                 f"on {self.options.device} these kernels do not give the same bits each time, so bits need not be "
@@ -520,7 +528,7 @@ def _measure_share(executor: ModelExecutor, shards: ModelWeights) -> ComputedSha
         return None
     total, reasons = 0, dict[str, dict[str, int]]()
     for slot, reason in _list_reasons(executor, ranks):
-        if not shards.fills(slot):
+        if not shards.has_weights_for(slot):
             continue
         size = slot.empty.numel()
         total += size

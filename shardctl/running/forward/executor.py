@@ -137,10 +137,10 @@ class ModelExecutor:
 
         kept = [unit for unit in self.skeleton.units if self._resident and not unit.block]
         unstable = record_unstable_kernels(self.precision.device, self.unstable)
-        with torch.no_grad(), self._wrapped(weights, beside), use_plain_float32(), unstable:
+        with torch.no_grad(), self._wrap_units(weights, beside), use_plain_float32(), unstable:
             try:
                 for slot in [*self.skeleton.loose, *(slot for unit in kept for slot in unit.slots)]:
-                    if weights.fills(slot):
+                    if weights.has_weights_for(slot):
                         self._put(slot, weights)
                 options = _choose_call_options(model)
                 if self.ranks is not None and weights is not self.source:
@@ -158,13 +158,13 @@ class ModelExecutor:
             raise PartError(type(self.skeleton.model).__name__, "ranks", error) from error
 
     @contextmanager
-    def _wrapped(self, weights: ModelWeights, beside: ModelWeights | None) -> Iterator[None]:
+    def _wrap_units(self, weights: ModelWeights, beside: ModelWeights | None) -> Iterator[None]:
         """Make every part fill itself, run, and empty itself."""
         before: list[tuple[Torch, object]] = []
         for unit in self.skeleton.units:
             usual = unit.module.forward
             before.append((unit.module, unit.module.__dict__.get("forward")))
-            unit.module.forward = self._runner(unit, usual, weights, beside)
+            unit.module.forward = self._build_runner(unit, usual, weights, beside)
         try:
             yield
         finally:
@@ -173,7 +173,7 @@ class ModelExecutor:
                 if forward is not None:
                     module.forward = forward
 
-    def _runner(
+    def _build_runner(
         self, unit: ModelUnit, usual: Callable[..., Torch], weights: ModelWeights, beside: ModelWeights | None
     ) -> Callable[..., Torch]:
         def run(*args: Torch, **kwargs: Torch) -> Torch:
@@ -184,16 +184,16 @@ class ModelExecutor:
                     return self.ranks.run_here(unit, args, kwargs)
                 return self._run(unit, usual, weights, args, kwargs)
             mine = (copy_arguments(args), copy_arguments(kwargs)) if beside is not None else ()
-            output = self.team.lead(partial(self._right, unit, usual, args, kwargs))
+            output = self.team.broadcast_from_first(partial(self._compute_reference, unit, usual, args, kwargs))
             if beside is not None:
-                rank, found = self._compare(unit, usual, output, beside, mine)
+                rank, found = self._compare_shards(unit, usual, output, beside, mine)
                 if found >= self.errors.get(unit.name, found):
                     self.errors[unit.name], self.farthest[unit.name] = found, rank
             return output
 
         return run
 
-    def _compare(
+    def _compare_shards(
         self, unit: ModelUnit, usual: Callable[..., Torch], output: Torch, beside: ModelWeights, given: Torch
     ) -> tuple[int, BlockDistance]:
         """Run a part as the shards do: return the farthest rank, if ranks ran it, and how far it is from `output`."""
@@ -254,7 +254,7 @@ class ModelExecutor:
 
     def values(self, slots: Iterable[TensorSlot], weights: ModelWeights) -> dict[TensorSlot, Torch]:
         """Return what `weights` put into slots, which keep what they have."""
-        wanted = [slot for slot in slots if weights.fills(slot)]
+        wanted = [slot for slot in slots if weights.has_weights_for(slot)]
         before = {slot: getattr(slot.module, slot.attribute) for slot in wanted}
         made: dict[TensorSlot, Torch] = {}
         try:
@@ -266,7 +266,7 @@ class ModelExecutor:
                 slot.put(tensor)
         return made
 
-    def _right(self, unit: ModelUnit, usual: Callable[..., Torch], args: Torch, kwargs: Torch) -> Torch:
+    def _compute_reference(self, unit: ModelUnit, usual: Callable[..., Torch], args: Torch, kwargs: Torch) -> Torch:
         """Return what the source's part computes; if it cannot, nothing can be compared."""
         assert self.source is not None  # noqa: S101 - asked for it alone
         try:
@@ -284,15 +284,15 @@ class ModelExecutor:
             output, failure = None, None
             try:
                 leaves, own = self._fill(unit, weights)
-                output = self._call(unit, own or usual, args, kwargs)
+                output = self._run_on_device(unit, own or usual, args, kwargs)
             except FAILURES as error:
                 raise_machine_error(error, self.precision.device)
                 failure = error
             finally:
-                self._empty(unit, leaves)
+                self._clear_unit(unit, leaves)
                 if resident:
                     for slot in unit.slots:
-                        if weights.fills(slot):
+                        if weights.has_weights_for(slot):
                             self._put(slot, weights)
             idle = [leaf for leaf in leaves if not leaf.calls]
             if idle and (failure is not None or has_nan(output)):
@@ -301,13 +301,13 @@ class ModelExecutor:
                 names = sorted({slot.names[0].removeprefix(f"{unit.name}.") for slot in reached})
                 self._note(f"{', '.join(names)} of {part} are held whole, because code uses them directly")
                 continue
-            if failure is not None and self._unstacked(unit):
+            if failure is not None and self._keep_stacks_whole(unit):
                 continue
             if failure is not None:
                 raise PartError(unit.name, weights.title, failure) from failure
             return output
 
-    def _call(self, unit: ModelUnit, forward: Callable[..., Torch], args: Torch, kwargs: Torch) -> Torch:
+    def _run_on_device(self, unit: ModelUnit, forward: Callable[..., Torch], args: Torch, kwargs: Torch) -> Torch:
         """Run a part on its device; what it gives is on the main device, where code between parts expects it."""
         main = self.precision.device
         if not self.skeleton.spread:
@@ -316,7 +316,7 @@ class ModelExecutor:
         with use_device(unit.device):
             return move_arguments(forward(*args, **kwargs), main)
 
-    def _unstacked(self, unit: ModelUnit) -> bool:
+    def _keep_stacks_whole(self, unit: ModelUnit) -> bool:
         """Have stacks of experts whole from now on; whether there was one."""
         stacks = [s for s in unit.slots if is_stack(s, self.precision) and s not in self._assembled]
         self._assembled.update(stacks)
@@ -329,7 +329,7 @@ class ModelExecutor:
         """Fill a part; the leaves in it, and what the part itself is to run if it is one."""
         leaves, own, groups = list[StreamedLinear](), None, dict[str, None]()
         for slot in unit.slots:
-            if not weights.fills(slot):
+            if not weights.has_weights_for(slot):
                 continue
             if slot in weights.converted:
                 groups[weights.converted[slot]] = None
@@ -346,16 +346,16 @@ class ModelExecutor:
             else:
                 self._put(slot, weights)
         for group in groups:
-            self._convert(group, unit, weights)
+            self._convert_weights(group, unit, weights)
         return leaves, own
 
     def _put(self, slot: TensorSlot, weights: ModelWeights) -> None:
         if slot in weights.converted:
-            self._convert(weights.converted[slot], None, weights)
+            self._convert_weights(weights.converted[slot], None, weights)
         else:
             slot.put(weights.read(slot, self.precision.dtype).to(slot.device))
 
-    def _convert(self, group: str, unit: ModelUnit | None, weights: ModelWeights) -> None:
+    def _convert_weights(self, group: str, unit: ModelUnit | None, weights: ModelWeights) -> None:
         """Have transformers make what it makes of several stored tensors."""
         device = next(slot.device for slot, name in weights.converted.items() if name == group)
         self.conversion.fill(weights.groups[group], device, self.precision.dtype)
@@ -363,9 +363,9 @@ class ModelExecutor:
             if name == group and (unit is None or slot in unit.slots):
                 made = getattr(slot.module, slot.attribute)
                 if made is not slot.empty:
-                    slot.put(weights.typed(slot, made.data, self.precision.dtype))
+                    slot.put(weights.cast_floats(slot, made.data, self.precision.dtype))
 
-    def _empty(self, unit: ModelUnit, leaves: list[StreamedLinear]) -> None:
+    def _clear_unit(self, unit: ModelUnit, leaves: list[StreamedLinear]) -> None:
         for leaf in leaves:
             if leaf.module is not unit.module:
                 leaf.module.__dict__.pop("forward", None)

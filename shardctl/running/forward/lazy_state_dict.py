@@ -158,7 +158,7 @@ class FusedTensor(LazyTensor):
 
         result = torch.empty(box.shape, dtype=self.dtype)
         places = self._fusion.places
-        for position, common in places.index.overlapping(box):
+        for position, common in places.index.find_overlaps(box):
             view, part = places.views[position], self._parts[position]
             if view.dense:
                 within = Box(

@@ -59,7 +59,7 @@ class _RankModule:
         leaves: dict[TensorSlot, StreamedLinear] = {}
         stacks: dict[TensorSlot, ExpertStack] = {}
         for slot in unit.slots:
-            if slot in whole or not weights.fills(slot):
+            if slot in whole or not weights.has_weights_for(slot):
                 continue
             leaf = find_leaf(slot, weights, precision)
             if leaf is not None:
@@ -75,7 +75,7 @@ class _RankModule:
         for slot, stack in stacks.items():
             self.copies[id(slot.module)][1].__dict__[slot.attribute] = stack
         for original, mine in self.copies.values():
-            self._meet(original, mine)
+            self._hook_collectives(original, mine)
 
     def list_idle(self) -> tuple[str, ...]:
         """List the names of weights that no module asked for."""
@@ -106,7 +106,7 @@ class _RankModule:
         dims = enumerate(spec.cuts) if spec is not None else ()
         return {n: bool(dim[0].sections) for n, dim in dims if dim}
 
-    def _meet(self, original: Torch, mine: Torch) -> None:
+    def _hook_collectives(self, original: Torch, mine: Torch) -> None:
         """Have a module meet the others of its kind where it must."""
         weight = self.slots.get((id(original), "weight"))
         kind = find_leaf_kind(original)
@@ -119,16 +119,16 @@ class _RankModule:
         if not stacks and any(
             _STACKED_MATRIX_NDIM - 1 in self._cut_dims(slot) for slot in arrays
         ):  # experts of attention sum over heads
-            self._after(mine, self._adding("tp"))
+            self._hook_output(mine, self._build_all_reduce("tp"))
         if type(original).__name__ in _ROW_PARALLEL_CLASSES and any(map(self._cut_dims, own)):
-            self._after(mine, self._adding("tp"))
+            self._hook_output(mine, self._build_all_reduce("tp"))
         if len(stacks) > 1 or any(not self._cut_dims(slot).get(1) for slot in stacks):
             self._add_biases_once(original, mine, stacks)
-            self._after(mine, self._adding(*EXPERT_AXES))
+            self._hook_output(mine, self._build_all_reduce(*EXPERT_AXES))
             first = self.number == self.views.list_group(self.number, *EXPERT_AXES)[0]
             for child in original._modules.values():  # noqa: SLF001
                 if type(child).__name__ == "Identity":  # an expert that gives a token back (LongCat): it is added once
-                    self._after(self.copies[id(child)][1], lambda output: output * first)
+                    self._hook_output(self.copies[id(child)][1], lambda output: output * first)
         self._show_all_columns(original, mine)
         self._meet_norms(original)
 
@@ -147,7 +147,7 @@ class _RankModule:
         keep = getattr(original, _GAUSSIAN_TOPK_METHOD, None)
         gate = self.slots.get((id(getattr(original, "gate_proj", None)), "weight"))
         if keep is not None and 0 in self._cut_dims(gate):
-            adding = self._adding("tp")
+            adding = self._build_all_reduce("tp")
             mine.__dict__[_GAUSSIAN_TOPK_METHOD] = lambda results: keep(adding(results))
 
     def _show_whole_groups(self, norm: Torch, mine: Torch) -> None:
@@ -158,7 +158,7 @@ class _RankModule:
             return
         if groups % len(self.views.list_group(self.number, "tp")) == 0:
             return  # each rank has some, whole
-        adding, forward = self._adding("tp"), _get_forward(mine)
+        adding, forward = self._build_all_reduce("tp"), _get_forward(mine)
         mine.__dict__["forward"] = lambda states, gate=None: forward(
             adding(states), adding(gate) if gate is not None else None
         )
@@ -189,17 +189,17 @@ class _RankModule:
         if not summed and not alone and all(dims.values()):
             return
         if summed and kind != "embedding" and not alone:
-            self._before(mine, lambda inputs: self._refuse_equal(inputs, axes))
+            self._hook_inputs(mine, lambda inputs: self._refuse_equal(inputs, axes))
         bias = self.slots.get((id(original), "bias")) if kind != "embedding" else None
         if bias is None or bias not in self.values or not (summed or not self._cut_dims(bias)) or alone:
-            self._after(mine, self._adding(*axes))
+            self._hook_output(mine, self._build_all_reduce(*axes))
             return
         added = self.values[bias]
         mine._parameters["bias"] = added * 0  # noqa: SLF001 - it is added once, to the sum
-        adding = self._adding(*axes)
-        self._after(mine, lambda output: adding(output) + added)
+        adding = self._build_all_reduce(*axes)
+        self._hook_output(mine, lambda output: adding(output) + added)
 
-    def _adding(self, *axes: str) -> Callable[[Torch], Torch]:
+    def _build_all_reduce(self, *axes: str) -> Callable[[Torch], Torch]:
         """Return what gives the sum of what the ranks along `axes` show, the same to the bit for all."""
         group = self.views.list_group(self.number, *axes)
 
@@ -227,10 +227,10 @@ class _RankModule:
         if not any(len(slot.shape) > 1 and 0 in self._cut_dims(slot) for slot in beside):
             return
         cut = 0 in self._cut_dims(weight)
-        heads = max(map(self._units, beside))
+        heads = max(map(self._count_units, beside))
         if not cut and heads <= 1:
             return
-        adding, forward = self._adding("tp"), type(mine).forward.__get__(mine)
+        adding, forward = self._build_all_reduce("tp"), type(mine).forward.__get__(mine)
         copies = max(
             len(self.views.list_group(self.number, "tp")) // max(heads, 1), 1
         )  # of each head, on so many ranks
@@ -241,7 +241,7 @@ class _RankModule:
         weight = self.slots.get((id(norm), "weight"))
         if not any(0 in self._cut_dims(slot) for slot in self._list_as_high(parent, weight)):
             return
-        adding, forward = self._adding("tp"), _get_forward(mine)
+        adding, forward = self._build_all_reduce("tp"), _get_forward(mine)
         mine.__dict__["forward"] = lambda states: forward(adding(states)) * (states != 0)
 
     def _list_as_high(self, parent: Torch, weight: TensorSlot | None) -> list[TensorSlot]:
@@ -251,12 +251,12 @@ class _RankModule:
         found = (self.slots.get((id(child), "weight")) for child in parent._modules.values() if child is not None)  # noqa: SLF001
         return [slot for slot in found if slot is not None and slot.shape[0] == weight.shape[0]]
 
-    def _units(self, slot: TensorSlot) -> int:
+    def _count_units(self, slot: TensorSlot) -> int:
         spec = self.views.specs.get(slot)
         cuts = spec.cuts[0] if spec is not None and spec.cuts else ()
         return sum(section.size // section.unit for cut in cuts for section in cut.sections)
 
-    def _before(self, mine: Torch, look: Callable[[Torch], None]) -> None:
+    def _hook_inputs(self, mine: Torch, look: Callable[[Torch], None]) -> None:
         forward = _get_forward(mine)
 
         def run(inputs: Torch) -> Torch:
@@ -265,7 +265,7 @@ class _RankModule:
 
         mine.__dict__["forward"] = run
 
-    def _after(self, mine: Torch, change: Callable[[Torch], Torch]) -> None:
+    def _hook_output(self, mine: Torch, change: Callable[[Torch], Torch]) -> None:
         forward = _get_forward(mine)
 
         def run(*args: Torch, **kwargs: Torch) -> Torch:
@@ -292,7 +292,7 @@ class RankRunner:
         """Return what each rank of this process computes, by number, and why one of all ranks failed, if one did."""
 
         def compute(number: int) -> tuple[Torch, RankReport]:  # noqa: ARG001 - the meeting knows it
-            return self._compute(unit, copy_arguments(args), copy_arguments(kwargs))
+            return self._run_unit(unit, copy_arguments(args), copy_arguments(kwargs))
 
         while True:
             outputs, reports = self.meeting.run(compute)
@@ -329,7 +329,7 @@ class RankRunner:
     def _load(self, unit: ModelUnit) -> _RankModule:
         return _RankModule(unit, self.views, self.meeting, self.precision, self.read, self._whole)
 
-    def _compute(self, unit: ModelUnit, args: Torch, kwargs: Torch) -> tuple[Torch, RankReport]:
+    def _run_unit(self, unit: ModelUnit, args: Torch, kwargs: Torch) -> tuple[Torch, RankReport]:
         import torch
 
         part: _RankModule | None = None

@@ -58,11 +58,11 @@ class RankViews:
         mine, best = self.views[number].at, dict[tuple[int, ...], int]()
         for each, view in enumerate(self.views):
             key = tuple(view.at[axis] for axis in axes)
-            if key not in best or self._common(each, mine) > self._common(best[key], mine):
+            if key not in best or self._count_common_axes(each, mine) > self._count_common_axes(best[key], mine):
                 best[key] = each
         return list(best.values())
 
-    def _common(self, number: int, at: Mapping[str, int]) -> int:
+    def _count_common_axes(self, number: int, at: Mapping[str, int]) -> int:
         return sum(self.views[number].at[axis] == at[axis] for axis in COMPUTING)
 
 
@@ -122,7 +122,7 @@ def _hold_tensor(
     ranks = list_alike_ranks(mesh, at, expert=placed.of_expert)
     mine = [holding for holding in whole.holdings if holding.rank in ranks]
     read: Callable[[Box], Array] = right(name, called).read if right else partial(whole.read_copy, mine, ranks)
-    return PlacedTensor(whole, boxes, runs, read, shards.lack)
+    return PlacedTensor(whole, boxes, runs, read, shards.note_missing)
 
 
 def _keep_computing(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:

@@ -63,7 +63,7 @@ class RankMeeting:
 
     def exchange(self, mine: Torch) -> list[Torch]:
         """Return what every rank shows, by number; ends this rank's computation if another has ended."""
-        shown = self._show(mine)
+        shown = self._gather_values(mine)
         reports = [each for each in shown if isinstance(each, RankReport)]
         if reports:
             raise _MeetingOverError(reports)
@@ -82,7 +82,7 @@ class RankMeeting:
             self._thread.number = number
             with self._turn:
                 try:
-                    outputs[number], told = self._attempt(number, compute)
+                    outputs[number], told = self._run_rank(number, compute)
                     reports[:] = told
                 except threading.BrokenBarrierError:
                     pass  # another rank has said why
@@ -106,7 +106,7 @@ class RankMeeting:
             raise raised[0]
         return outputs, reports
 
-    def _attempt(
+    def _run_rank(
         self, number: int, compute: Callable[[int], tuple[Torch, RankReport]]
     ) -> tuple[Torch, list[RankReport]]:
         output: Torch = None
@@ -116,9 +116,9 @@ class RankMeeting:
             return None, over.reports
         except FAILURES as error:
             report = RankReport(failure=error)
-        return output, [each for each in self._show(report) if isinstance(each, RankReport)]
+        return output, [each for each in self._gather_values(report) if isinstance(each, RankReport)]
 
-    def _show(self, mine: object) -> list[Torch]:
+    def _gather_values(self, mine: object) -> list[Torch]:
         self._shown[self.number] = mine
         self._turn.release()
         try:
@@ -145,8 +145,8 @@ class ProcessMeeting(RankMeeting):
 
     def run(self, compute: Callable[[int], tuple[Torch, RankReport]]) -> tuple[dict[int, Torch], list[RankReport]]:
         """Return what the rank of this process computes, by number, and the reports that were shown last."""
-        output, reports = self._attempt(self.number, compute)
+        output, reports = self._run_rank(self.number, compute)
         return {self.number: output}, reports
 
-    def _show(self, mine: object) -> list[Torch]:
+    def _gather_values(self, mine: object) -> list[Torch]:
         return self._exchange(mine)

@@ -98,7 +98,7 @@ class HeldTensor(LazyTensor):
                     missing = [piece for each in missing for piece in each.subtract(common)]
                     first = holding.rank if first < 0 else first
                 elif not _has_same_bits(place, part):
-                    self._shards.differ(self.name, holding.rank, first, common)
+                    self._shards.note_difference(self.name, holding.rank, first, common)
         if missing:
             raise CoverageError(f"{self.name}: no rank is to hold {missing[0]}")
         return result
@@ -175,13 +175,13 @@ class CheckpointShards:
                 shards._holdings.setdefault(name, []).append((holding, piece.names))
         return shards
 
-    def differ(self, name: str, rank: int, first: int, box: Box) -> None:
+    def note_difference(self, name: str, rank: int, first: int, box: Box) -> None:
         """Note that a rank's copy is another than that of the first rank."""
         at = self.placed.mesh.label(rank)
         message = f"rank {rank} ({at}) has another copy of {name} {box} than rank {first}"
         self.findings.append(CheckFinding("error", "replicas", message, name, box=str(box)))
 
-    def lack(self, error: CoverageError) -> None:
+    def note_missing(self, error: CoverageError) -> None:
         """Note that a rank lacks what it should hold."""
         self.findings.append(CheckFinding("error", "forward", error.message))
 
@@ -190,7 +190,7 @@ class CheckpointShards:
         for (name, box), (rank, found) in sums.items():
             first, expected = self.sums.setdefault((name, box), (rank, found))
             if found != expected:
-                self.differ(name, rank, first, box)
+                self.note_difference(name, rank, first, box)
 
     def entries(self) -> dict[str, LazyTensor]:
         """Return the state dict of transformers' class, put together from the ranks, and tensors that it lacks."""

@@ -30,7 +30,7 @@ class ExpertStack:
     def __getitem__(self, expert: Torch) -> Torch:
         """Return one expert's weight, ready to compute with."""
         read = self.weights.direct[self.slot][int(expert)]
-        return self.weights.typed(self.slot, read, self.precision.dtype).to(self.slot.device)
+        return self.weights.cast_floats(self.slot, read, self.precision.dtype).to(self.slot.device)
 
 
 @contextmanager

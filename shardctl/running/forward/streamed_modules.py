@@ -47,10 +47,10 @@ class WeightPart:
     def rows(self, start: int, stop: int) -> Torch:
         """Return rows of the part, ready to compute with."""
         box = Box((start, *(0 for _ in self.lazy.shape[1:])), (stop - start, *self.lazy.shape[1:]))
-        read = self.weights.typed(self.slot, self.lazy.read(box), self.precision.dtype)
+        read = self.weights.cast_floats(self.slot, self.lazy.read(box), self.precision.dtype)
         return read.to(self.slot.device)
 
-    def bands(self) -> list[tuple[int, int]]:
+    def list_row_bands(self) -> list[tuple[int, int]]:
         """Return the stretches of rows in which it is read."""
         rows = self.lazy.shape[0]
         step = self.precision.rows(self.lazy.shape[1] if self.lazy.ndim > 1 else 1)
@@ -100,7 +100,7 @@ class StreamedLinear:
         from torch.nn import functional
 
         part = self.weight
-        bands = part.bands()
+        bands = part.list_row_bands()
         if self.kind == "conv1d":
             flat = inputs.reshape(-1, inputs.shape[-1])
             total = bias if bias is not None else torch.zeros((), dtype=inputs.dtype, device=inputs.device)

@@ -31,7 +31,7 @@ class RankTeam:
         """Return what `rank` reads from its own files, for `ranks` or for all."""
         return read()
 
-    def lead(self, compute: Callable[[], Torch]) -> Torch:
+    def broadcast_from_first(self, compute: Callable[[], Torch]) -> Torch:
         """Return what only the first process computes, for all."""
         return compute()
 
@@ -64,7 +64,7 @@ class ProcessTeam(RankTeam):
         (self._beside,) = [ranks for ranks in together if self.rank in ranks]
         at = [self.mesh.coordinate(rank) for rank in range(self.mesh.world)]
         alike = [list_alike_ranks(self.mesh, each, expert=expert) for each in at for expert in (False, True)]
-        for ranks in [*together, *alike, self._everyone()]:
+        for ranks in [*together, *alike, self._list_ranks()]:
             if ranks not in self._groups:  # every process makes every group, in the same order
                 self._groups[ranks] = dist.new_group(list(ranks))
 
@@ -75,20 +75,20 @@ class ProcessTeam(RankTeam):
     def held(self, rank: int, read: Callable[[], Torch], ranks: tuple[int, ...] | None) -> Torch:
         """Return what `rank` reads from its own files, for `ranks` or for all."""
         mine = _attempt_compute(read) if rank == self.rank else None
-        return self._share(rank, self._everyone() if ranks is None else ranks, mine)
+        return self._share(rank, self._list_ranks() if ranks is None else ranks, mine)
 
-    def lead(self, compute: Callable[[], Torch]) -> Torch:
+    def broadcast_from_first(self, compute: Callable[[], Torch]) -> Torch:
         """Return what only the first process computes, for all."""
-        return self._share(0, self._everyone(), _attempt_compute(compute) if self.rank == 0 else None)
+        return self._share(0, self._list_ranks(), _attempt_compute(compute) if self.rank == 0 else None)
 
     def collect(self, mine: Torch) -> list[Torch]:
         """Return what every process has."""
-        return [self._share(owner, self._everyone(), mine) for owner in self._everyone()]
+        return [self._share(owner, self._list_ranks(), mine) for owner in self._list_ranks()]
 
     def _exchange(self, mine: Torch) -> list[Torch]:
         return [self._share(owner, self._beside, mine) for owner in self._beside]
 
-    def _everyone(self) -> tuple[int, ...]:
+    def _list_ranks(self) -> tuple[int, ...]:
         return tuple(range(self.mesh.world))
 
     def _share(self, owner: int, ranks: tuple[int, ...], mine: object) -> Torch:

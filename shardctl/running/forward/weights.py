@@ -37,15 +37,15 @@ class ModelWeights:
     rounded: Callable[[TensorSlot], Torch] | None = None
     """A type to which each tensor is rounded first, as a cast did."""
 
-    def fills(self, slot: TensorSlot) -> bool:
+    def has_weights_for(self, slot: TensorSlot) -> bool:
         """Return whether the checkpoint has something for it."""
         return slot in self.direct or slot in self.converted
 
     def read(self, slot: TensorSlot, dtype: Torch) -> Torch:
         """Return what fills `slot`, of floats in type `dtype`."""
-        return self.typed(slot, self.direct[slot][...], dtype)
+        return self.cast_floats(slot, self.direct[slot][...], dtype)
 
-    def typed(self, slot: TensorSlot, tensor: Torch, dtype: Torch) -> Torch:
+    def cast_floats(self, slot: TensorSlot, tensor: Torch, dtype: Torch) -> Torch:
         """Return floats in the type in which is computed, rounded first if the shards are."""
         if not tensor.is_floating_point():
             return tensor
@@ -84,4 +84,4 @@ def place_weights(
 def list_unfilled_slots(skeleton: ModelSkeleton, weights: ModelWeights) -> list[TensorSlot]:
     """List the places for which a checkpoint has nothing, in the model's order: a seed then gives one model."""
     slots = dict.fromkeys(slot for slots in skeleton.slots.values() for slot in slots)
-    return [slot for slot in slots if not weights.fills(slot)]
+    return [slot for slot in slots if not weights.has_weights_for(slot)]

@@ -104,7 +104,7 @@ class CloudBucket:
             words = str(error).strip().partition("\n")[0]
             raise AccessError(f"{self.root} cannot be opened: {words}", hint=HOW_ALLOWED[scheme]) from error
 
-    def _key(self, path: str) -> str:
+    def _build_key(self, path: str) -> str:
         return "/".join(filter(None, (self.prefix, path)))
 
     def objects(self) -> dict[str, BucketObject]:
@@ -120,18 +120,18 @@ class CloudBucket:
                         found[path[len(start) :]] = _parse_object(meta)
             return found
 
-        return dict(sorted(self._tried("listing", "", listed).items()))
+        return dict(sorted(self._retry_call("listing", "", listed).items()))
 
     def head(self, path: str) -> BucketObject | None:
         """Return what there is under a key; None if there is nothing."""
 
         def looked() -> BucketObject | None:
             try:
-                return _parse_object(self._obstore.head(self._store, self._key(path)))
+                return _parse_object(self._obstore.head(self._store, self._build_key(path)))
             except (self._obstore.exceptions.NotFoundError, FileNotFoundError):
                 return None
 
-        return self._tried("looking at", path, looked)
+        return self._retry_call("looking at", path, looked)
 
     def fetch(self, path: str, offset: int, into: memoryview, etag: str) -> None:
         """Fill `into` from an object, if it still is the one with that ETag; raises ChangedError if it is not."""
@@ -144,7 +144,7 @@ class CloudBucket:
             options["if_match"] = f'"{etag}"'
 
         def got() -> None:
-            answer = self._obstore.get(self._store, self._key(path), options=options)
+            answer = self._obstore.get(self._store, self._build_key(path), options=options)
             if tuple(answer.range) != options["range"]:
                 raise TroubleError(f"the store sent bytes {answer.range} for {options['range']}")
             data = memoryview(answer.bytes())
@@ -152,7 +152,7 @@ class CloudBucket:
                 raise TroubleError(f"{len(data)} bytes came for {len(into)}")
             into[:] = data
 
-        self._tried("reading", path, got)
+        self._retry_call("reading", path, got)
 
     def read(self, path: str) -> bytes | None:
         """Return the content of a small object; None if there is none."""
@@ -167,7 +167,7 @@ class CloudBucket:
 
         def got() -> tuple[bytes, BucketObject] | None:
             try:
-                answer = self._obstore.get(self._store, self._key(path))
+                answer = self._obstore.get(self._store, self._build_key(path))
             except (self._obstore.exceptions.NotFoundError, FileNotFoundError):
                 return None
             found = _parse_object(answer.meta)
@@ -177,13 +177,13 @@ class CloudBucket:
                 raise TroubleError(f"{len(content)} bytes came for {found.size}")
             return content, found
 
-        return self._tried("reading", path, got)
+        return self._retry_call("reading", path, got)
 
     def write(self, path: str, content: bytes) -> BucketObject:
         """Put a small object: all of it, or nothing."""
         attributes = {_UPLOAD_MARK_KEY: secrets.token_hex(16)}
-        put = partial(self._obstore.put, self._store, self._key(path), content, attributes=attributes)
-        done = self._tried("writing", path, put)
+        put = partial(self._obstore.put, self._store, self._build_key(path), content, attributes=attributes)
+        done = self._retry_call("writing", path, put)
         return BucketObject(len(content), _strip_etag(done["e_tag"]), done["version"] or "")
 
     def create(self, path: str, content: bytes) -> bool:
@@ -194,16 +194,16 @@ class CloudBucket:
 
         def put() -> bool:
             try:
-                self._obstore.put(self._store, self._key(path), content, mode="create")
+                self._obstore.put(self._store, self._build_key(path), content, mode="create")
             except self._obstore.exceptions.AlreadyExistsError:
                 return False
             except self._obstore.exceptions.BaseError as error:
                 if "NotImplemented" not in str(error):
                     raise
-                self._obstore.put(self._store, self._key(path), content)
+                self._obstore.put(self._store, self._build_key(path), content)
             return True
 
-        return self._tried("writing", path, put)
+        return self._retry_call("writing", path, put)
 
     def replace(self, path: str, content: bytes, found: BucketObject) -> BucketObject | None:
         """Put a small object in the place of the one that was `found`; None if that is not there any more.
@@ -215,29 +215,29 @@ class CloudBucket:
 
         def put() -> BucketObject | None:
             try:
-                done = self._obstore.put(self._store, self._key(path), content, mode=mode)
+                done = self._obstore.put(self._store, self._build_key(path), content, mode=mode)
             except (library.PreconditionError, library.AlreadyExistsError, library.NotFoundError, FileNotFoundError):
                 there = self.read_object(path)  # which is what was put, if the first answer was lost
                 return there[1] if there is not None and there[0] == content else None
             except library.BaseError as error:
                 if "NotImplemented" not in str(error):
                     raise
-                done = self._obstore.put(self._store, self._key(path), content)
+                done = self._obstore.put(self._store, self._build_key(path), content)
             return BucketObject(len(content), _strip_etag(done["e_tag"]), done["version"] or "")
 
-        return self._tried("writing", path, put)
+        return self._retry_call("writing", path, put)
 
     def is_ours(self, path: str) -> bool:
         """Return whether shardctl wrote an object, whoever ran it; False if there is none."""
 
         def look() -> bool:
             try:
-                answer = self._obstore.get(self._store, self._key(path), options={"head": True})
+                answer = self._obstore.get(self._store, self._build_key(path), options={"head": True})
             except (self._obstore.exceptions.NotFoundError, FileNotFoundError):
                 return False
             return _UPLOAD_MARK_KEY in answer.attributes
 
-        return self._tried("looking at", path, look)
+        return self._retry_call("looking at", path, look)
 
     def upload(self, path: str, file: Path, size: int) -> BucketObject:
         """Put a file: in parts, which become an object when the last one is there; else nothing of them stays.
@@ -250,8 +250,8 @@ class CloudBucket:
             try:
                 done = self._obstore.put(
                     self._store,
-                    self._key(path),
-                    self._pieces(file, piece),
+                    self._build_key(path),
+                    self._read_pieces(file, piece),
                     chunk_size=piece,
                     max_concurrency=_AT_ONCE,
                     use_multipart=size > piece,
@@ -259,14 +259,14 @@ class CloudBucket:
                 )
                 return BucketObject(size, _strip_etag(done["e_tag"]))
             except (self._obstore.exceptions.BaseError, FileNotFoundError) as error:
-                there = self._marked(path, mark)
+                there = self._find_marked_object(path, mark)
                 if there is not None:
                     return there
                 if "NoSuchUpload" in str(error):
                     raise TroubleError("the store no longer has the parts that were sent") from error
                 raise
 
-        sent, there = self._tried("writing", path, put), self.head(path)
+        sent, there = self._retry_call("writing", path, put), self.head(path)
         if there is not None and sent.etag and there.etag != sent.etag:
             raise self._refusals.changed(
                 f"{self.name}/{path} was written by another program in the meantime",
@@ -278,18 +278,18 @@ class CloudBucket:
             )
         return there
 
-    def _marked(self, path: str, mark: str) -> BucketObject | None:
+    def _find_marked_object(self, path: str, mark: str) -> BucketObject | None:
         """Return the object that an upload with this mark made.
 
         None if there is none, or if that cannot be found out.
         """
         with contextlib.suppress(self._obstore.exceptions.BaseError, OSError):
-            answer = self._obstore.get(self._store, self._key(path), options={"head": True})
+            answer = self._obstore.get(self._store, self._build_key(path), options={"head": True})
             if answer.attributes.get(_UPLOAD_MARK_KEY) == mark:
                 return _parse_object(answer.meta)
         return None
 
-    def _pieces(self, file: Path, piece: int) -> Iterator[bytes]:
+    def _read_pieces(self, file: Path, piece: int) -> Iterator[bytes]:
         with file.open("rb", buffering=0) as data:
             while part := data.read(piece):
                 if self.stop or self.lost is not None:
@@ -301,7 +301,9 @@ class CloudBucket:
         if found.size > _COPIED_BY_STORE.get(self.root.partition("://")[0], -1):
             self._copy_through(old, new, found)
             return
-        self._tried("writing", new, lambda: self._obstore.copy(self._store, self._key(old), self._key(new)))
+        self._retry_call(
+            "writing", new, lambda: self._obstore.copy(self._store, self._build_key(old), self._build_key(new))
+        )
         there = self.head(new)
         if there is None or there.size != found.size:
             raise self._refusals.refuse(
@@ -324,9 +326,11 @@ class CloudBucket:
         """Remove objects; those that are not there do not matter."""
         for start in range(0, len(paths), _DELETED_AT_ONCE):
             batch = paths[start : start + _DELETED_AT_ONCE]
-            self._tried("removing", batch[0], partial(self._delete, [self._key(path) for path in batch]))
+            self._retry_call(
+                "removing", batch[0], partial(self._delete_objects, [self._build_key(path) for path in batch])
+            )
 
-    def _delete(self, keys: list[str]) -> None:
+    def _delete_objects(self, keys: list[str]) -> None:
         missing = (self._obstore.exceptions.NotFoundError, FileNotFoundError)
         try:
             self._obstore.delete(self._store, keys)
@@ -335,13 +339,13 @@ class CloudBucket:
                 with contextlib.suppress(*missing):
                     self._obstore.delete(self._store, key)
 
-    def _tried(self, doing: str, path: str, act: Callable[[], Result]) -> Result:
+    def _retry_call(self, doing: str, path: str, act: Callable[[], Result]) -> Result:
         """Return the result of `act`, which is done again where the trouble may pass."""
         where = f"{self.name}/{path}" if path else self.name
-        return make_retrying(f"{doing} {where}", self.stop)(self._told(f"{doing} {where}")(act))
+        return make_retrying(f"{doing} {where}", self.stop)(self._explain_refusal(f"{doing} {where}")(act))
 
     @contextlib.contextmanager
-    def _told(self, doing: str) -> Iterator[None]:
+    def _explain_refusal(self, doing: str) -> Iterator[None]:
         """Say what a store's refusal means; what may pass is a TroubleError."""
         try:
             yield
@@ -352,7 +356,7 @@ class CloudBucket:
             raise
         except (self._obstore.exceptions.BaseError, FileNotFoundError, PermissionError) as error:
             raise_if_stopped(self.stop)
-            raise self._refusals.explain(error, doing) from error
+            raise self._refusals.explain_error(error, doing) from error
         except BaseException as error:
             if type(error).__name__ != _RUST_PANIC_CLASS:
                 raise

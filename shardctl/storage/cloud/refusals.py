@@ -48,13 +48,13 @@ class RefusalReader:
     library: Any
     """obstore's exceptions."""
 
-    def explain(self, error: BaseException, doing: str) -> ShardctlError | TroubleError:
+    def explain_error(self, error: BaseException, doing: str) -> ShardctlError | TroubleError:
         """Return the error to raise for one of obstore's; a TroubleError where another try may succeed."""
         library = self.library
         if isinstance(error, (library.NotFoundError, FileNotFoundError)):
-            return self._nothing(doing)
+            return self._explain_missing(doing)
         if isinstance(error, (library.PermissionDeniedError, library.UnauthenticatedError, PermissionError)):
-            return self._elsewhere(error, doing) or self._forbidden(doing, _get_first_line(error))
+            return self._explain_wrong_region(error, doing) or self._explain_forbidden(doing, _get_first_line(error))
         if isinstance(error, library.PreconditionError):
             return self.changed(f"{doing} failed: the object has changed", "run again when nothing writes to it")
         if isinstance(error, library.InvalidPathError):
@@ -63,7 +63,9 @@ class RefusalReader:
                 "rename that object, or remove it",
             )
         status = _STATUS_CODE_PATTERN.search(str(error))
-        refusal = self._elsewhere(error, doing) or (self._by_status(int(status[1]), error, doing) if status else None)
+        refusal = self._explain_wrong_region(error, doing) or (
+            self._by_status(int(status[1]), error, doing) if status else None
+        )
         return refusal or TroubleError(_get_first_line(error))
 
     def refuse(self, message: str, hint: str) -> ShardctlError:
@@ -74,19 +76,19 @@ class RefusalReader:
         """Return the error for an object that somebody else wrote meanwhile."""
         return (DestinationError if self.writing else ChangedError)(message, hint=hint)
 
-    def _nothing(self, doing: str) -> ShardctlError:
+    def _explain_missing(self, doing: str) -> ShardctlError:
         hint = "make the bucket first, or check its name" if self.writing else "check the bucket and the path"
         return self.refuse(f"{doing} failed: nothing is there", hint)
 
-    def _forbidden(self, doing: str, words: str) -> ShardctlError:
+    def _explain_forbidden(self, doing: str, words: str) -> ShardctlError:
         return AccessError(f"{doing} is not allowed: {words}", hint=HOW_ALLOWED[self._scheme])
 
     def _by_status(self, status: int, error: BaseException, doing: str) -> ShardctlError | None:
         """Return what an HTTP status means that obstore has no error of its own for; None if it may pass."""
         if status == HTTPStatus.NOT_FOUND:
-            return self._nothing(doing)
+            return self._explain_missing(doing)
         if status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
-            return self._forbidden(doing, _get_first_line(error))
+            return self._explain_forbidden(doing, _get_first_line(error))
         if (
             status >= HTTPStatus.INTERNAL_SERVER_ERROR
             or status in _TRANSIENT_STATUSES
@@ -95,7 +97,7 @@ class RefusalReader:
             return None
         return self.refuse(f"{doing} failed: {_get_first_line(error)}", "check the address and the store's settings")
 
-    def _elsewhere(self, error: BaseException, doing: str) -> ShardctlError | None:
+    def _explain_wrong_region(self, error: BaseException, doing: str) -> ShardctlError | None:
         """Return the error for a bucket in another region, which it names; None if that is not what is wrong."""
         text, code = str(error), _find_error_code(error)
         status = _STATUS_CODE_PATTERN.search(text)

@@ -69,7 +69,7 @@ class CloudSource(UnpromisedSource):
         """Return every object, by key relative to the prefix; a version is its ETag."""
         return self._files
 
-    def restat(self, path: str) -> FileStat | None:
+    def stat_file(self, path: str) -> FileStat | None:
         """Return the object's state now; None if it is gone."""
         found = self._bucket.head(path)
         return FileStat(found.size, found.etag) if found is not None else None
@@ -82,7 +82,7 @@ class CloudSource(UnpromisedSource):
         """Fetch what will be read, several stretches at once."""
         self._windows.expect(spans)
 
-    def heed(self, stop: StopRequest) -> None:
+    def set_stop_request(self, stop: StopRequest) -> None:
         """Raise Interrupted from reads that wait, once `stop` is set."""
         self._bucket.stop = stop
 

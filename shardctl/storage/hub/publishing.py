@@ -74,7 +74,7 @@ class HubRepository:
             if private:
                 self._require_private()
             return found
-        with self._translated("made"):
+        with self._translate_errors("made"):
             api = _open_library()
             if missing:
                 api.create_repo(name, private=private or None)
@@ -85,7 +85,7 @@ class HubRepository:
         return list_repository(self.address, StopRequest())
 
     def _require_private(self) -> None:
-        with self._translated("looked at"):
+        with self._translate_errors("looked at"):
             private = _open_library().repo_info(self.address.repository).private
         if not private:
             raise DestinationError(
@@ -110,7 +110,7 @@ class HubRepository:
         """
         from huggingface_hub import CommitOperationAdd
 
-        with self._translated("written"):
+        with self._translate_errors("written"):
             additions = [CommitOperationAdd(path, str(place)) for path, place in files.items()]
             if additions:
                 _open_library().preupload_lfs_files(
@@ -146,7 +146,7 @@ class HubRepository:
         """Add a small file to the commit."""
         from huggingface_hub import CommitOperationAdd
 
-        with self._translated("written"):
+        with self._translate_errors("written"):
             self._operations[path] = CommitOperationAdd(path, content)
 
     def publish(self, message: str, without: Collection[str] = ()) -> str:
@@ -157,7 +157,7 @@ class HubRepository:
         from huggingface_hub import CommitOperationDelete
 
         gone = [CommitOperationDelete(path, is_folder=False) for path in sorted(without)]
-        with self._translated("committed to"):
+        with self._translate_errors("committed to"):
             done = _open_library().create_commit(
                 self.address.repository,
                 [*self._operations.values(), *gone],
@@ -168,7 +168,7 @@ class HubRepository:
         return str(done.oid)
 
     @contextmanager
-    def _translated(self, what: str) -> Iterator[None]:
+    def _translate_errors(self, what: str) -> Iterator[None]:
         """Translate the library's errors into those of a destination that cannot be `what`."""
         from shardctl.storage.hub.library import (
             HfHubHTTPError,
@@ -187,12 +187,12 @@ class HubRepository:
         except ShardctlError:
             raise
         except (HfHubHTTPError, TransportError, OSError, ValueError, RuntimeError) as error:
-            raise self._translate(error, what) from error
+            raise self._convert_error(error, what) from error
         finally:
             if shown:
                 enable_progress_bars()
 
-    def _translate(self, error: Exception, what: str) -> ShardctlError:
+    def _convert_error(self, error: Exception, what: str) -> ShardctlError:
         from shardctl.storage.hub.library import HfHubHTTPError, TransportError
 
         cause = error

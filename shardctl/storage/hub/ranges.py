@@ -100,7 +100,7 @@ class RangeReader:
                     if by_xet:
                         got = self._by_xet(path, offset + done, into[done:], stop)
                     else:
-                        with self._answer(path, offset + done, offset + len(into)) as (response, skip):
+                        with self._open_range_response(path, offset + done, offset + len(into)) as (response, skip):
                             got = self._take(response, skip, into[done:], stop)
                 except TroubleError as trouble:
                     got, problem = 0, trouble
@@ -138,23 +138,23 @@ class RangeReader:
         )
 
     @contextmanager
-    def _answer(self, path: str, start: int, stop: int) -> Iterator[tuple[Response, int]]:
+    def _open_range_response(self, path: str, start: int, stop: int) -> Iterator[tuple[Response, int]]:
         """Open a response whose body holds the bytes from `start` to `stop` after so many others."""
-        with self._opened(path, start, stop) as response:
+        with self._open_resolved(path, start, stop) as response:
             status = response.status_code
             if status in PASSING:
                 raise TroubleError(f"the server answered with HTTP {status}", parse_retry_after(response.headers))
             if status in {200, 206}:
                 yield response, _check_response(response, path, self._listing.files[path].size, start, stop)
                 return
-            raise self._refusal(response, path)
+            raise self._build_refusal(response, path)
 
     @contextmanager
-    def _opened(self, path: str, start: int, stop: int) -> Iterator[Response]:
+    def _open_resolved(self, path: str, start: int, stop: int) -> Iterator[Response]:
         """Open a response from where the file is; the first thread that asks finds out, and again when that is over."""
         place = self._places.get(path)
         if place is not None:
-            with self._request(place, start, stop) as response:
+            with self._send_request(place, start, stop) as response:
                 if place.ours or response.status_code not in EXPIRED | REDIRECTS:
                     yield response
                     return
@@ -167,22 +167,22 @@ class RangeReader:
             with turn:
                 place, answer = self._places.get(path), None
                 if place is None:
-                    place, answer = self._resolved(path, start, stop, stack)
+                    place, answer = self._resolve_redirects(path, start, stop, stack)
                     self._places[path] = place
             if answer is None:
-                answer = stack.enter_context(self._request(place, start, stop))
+                answer = stack.enter_context(self._send_request(place, start, stop))
             if not place.ours and answer.status_code in EXPIRED | REDIRECTS:
                 raise TroubleError(f"the address that the Hub gave is refused with HTTP {answer.status_code}")
             yield answer
 
-    def _resolved(self, path: str, start: int, stop: int, stack: ExitStack) -> tuple[_FileLocation, Response]:
+    def _resolve_redirects(self, path: str, start: int, stop: int, stack: ExitStack) -> tuple[_FileLocation, Response]:
         """Follow redirects from the Hub to where the file is; returns that and its answer, which `stack` closes."""
         commit = self._listing.commit
         url = f"{self._endpoint}/{self._address.repository}/resolve/{quote(commit, safe='')}/{quote(path)}"
         for _ in range(_MOST_REDIRECTS):
             place = _FileLocation(url, ours=same_origin(url, self._endpoint))
             with ExitStack() as attempt:
-                response = attempt.enter_context(self._request(place, start, stop))
+                response = attempt.enter_context(self._send_request(place, start, stop))
                 status, location = response.status_code, response.headers.get("location")
                 if place.ours:
                     self._check_resolved(response, path)
@@ -193,7 +193,7 @@ class RangeReader:
         raise SourceError(f"the Hub redirects requests for {path} without end")
 
     @contextmanager
-    def _request(self, place: _FileLocation, start: int, stop: int) -> Iterator[Response]:
+    def _send_request(self, place: _FileLocation, start: int, stop: int) -> Iterator[Response]:
         """Open a response whose body has not been read; trouble on the way is TroubleError."""
         from shardctl.storage.hub.library import TransportError, get_session
 
@@ -220,7 +220,7 @@ class RangeReader:
         from shardctl.storage.hub.library import TransportError
 
         if isinstance(response, ResponseBody):
-            return self._receive(response, skip, into, stop)
+            return self._receive_body(response, skip, into, stop)
         done, pace = -skip, PaceMeter(self._timeout)
         try:
             for piece in response.iter_raw():
@@ -240,7 +240,7 @@ class RangeReader:
             pass  # what came is good; the caller asks for the rest
         return min(max(done, 0), len(into))
 
-    def _receive(self, body: ResponseBody, skip: int, into: memoryview, stop: StopRequest) -> int:
+    def _receive_body(self, body: ResponseBody, skip: int, into: memoryview, stop: StopRequest) -> int:
         """Return the same, straight into memory."""
         spare = memoryview(bytearray(min(skip, _RECEIVE_CHUNK_BYTES)))
         done, pace = -skip, PaceMeter(self._timeout)
@@ -252,13 +252,13 @@ class RangeReader:
                     break
                 done += got
                 pace.add(got)
-            if body.status_code == 206 and done == len(into) and not body.ended():  # noqa: PLR2004 - a part
+            if body.status_code == 206 and done == len(into) and not body.is_exhausted():  # noqa: PLR2004 - a part
                 raise TroubleError("the server sent more bytes than were requested")
         except BROKEN:
             pass  # what came is good; the caller asks for the rest
         return max(done, 0)
 
-    def _refusal(self, response: Response, path: str) -> Exception:
+    def _build_refusal(self, response: Response, path: str) -> Exception:
         from shardctl.storage.hub.library import HfHubHTTPError, hf_raise_for_status
 
         if isinstance(response, ResponseBody):
@@ -279,7 +279,7 @@ class RangeReader:
         if status in PASSING:
             raise TroubleError(f"the server answered with HTTP {status}", parse_retry_after(response.headers))
         if status not in {200, 206} and not (status in REDIRECTS and response.headers.get("location")):
-            raise self._refusal(response, path)
+            raise self._build_refusal(response, path)
         self._check_same(response, path)
 
     def close(self) -> None:

@@ -44,7 +44,7 @@ class ResponseBody:
         """Fill the beginning of `into` with what has come; returns how many bytes that is, 0 at the end."""
         return self._response.readinto1(into)  # `readinto` would wait until all of it is full
 
-    def ended(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Return whether there is nothing more, which lets the connection be used again."""
         return not self._response.read(1)
 
@@ -86,7 +86,7 @@ class SocketPool:
             yield ResponseBody(response)
         finally:
             if response.isclosed() and connection.sock is not None:
-                self._keep(parts, connection)
+                self._return_connection(parts, connection)
             else:
                 response.close()
                 connection.close()
@@ -97,7 +97,7 @@ class SocketPool:
         """Send a request; one that waited for too long, and that the other side has closed, is replaced."""
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         while True:
-            connection, used = self._connection(parts)
+            connection, used = self._get_connection(parts)
             try:
                 with ended_after(ANSWER_TIMEOUTS * self._timeout, partial(_break_connection, connection)):
                     connection.request("GET", target, headers=dict(headers))
@@ -107,7 +107,7 @@ class SocketPool:
                 if not used or isinstance(error, TimeoutError):
                     raise
 
-    def _connection(self, parts: SplitResult) -> tuple[http.client.HTTPConnection, bool]:
+    def _get_connection(self, parts: SplitResult) -> tuple[http.client.HTTPConnection, bool]:
         """Return a connection, and whether it was used before."""
         place = (parts.scheme, parts.netloc)
         with self._lock:
@@ -120,7 +120,7 @@ class SocketPool:
             return http.client.HTTPSConnection(parts.netloc, timeout=self._timeout, context=self._tls), False
         return http.client.HTTPConnection(parts.netloc, timeout=self._timeout), False
 
-    def _keep(self, parts: SplitResult, connection: http.client.HTTPConnection) -> None:
+    def _return_connection(self, parts: SplitResult, connection: http.client.HTTPConnection) -> None:
         with self._lock:
             self._idle.append(((parts.scheme, parts.netloc), connection))
             _, oldest = self._idle.pop(0) if len(self._idle) > _MAX_IDLE_CONNECTIONS else (None, None)

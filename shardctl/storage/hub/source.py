@@ -68,7 +68,9 @@ class HubSource:
         if inside and not self._files:
             raise SourceError(f"{inside} is missing in {address.repository} at {listing.commit}")
         self._disk = LocalSource(listing.cache) if any(file.cached for file in listing.files.values()) else None
-        self._found = {path: self._disk.restat(file.cached) for path, file in self._cached()} if self._disk else {}
+        self._found = (
+            {path: self._disk.stat_file(file.cached) for path, file in self._list_cached_files()} if self._disk else {}
+        )
         for path, stat in self._files.items():
             cached = self._found.get(self._prefix + path)
             if cached is not None:  # a commit never changes, but anybody may edit what lies in the cache
@@ -82,7 +84,7 @@ class HubSource:
         self._ranges = RangeReader(address, listing)
         self._windows = ReadAheadCache(self._fetch, lambda path: listing.files[path].size)
 
-    def _cached(self) -> Iterable[tuple[str, HubFile]]:
+    def _list_cached_files(self) -> Iterable[tuple[str, HubFile]]:
         return ((path, file) for path, file in self._listing.files.items() if file.cached)
 
     @property
@@ -170,11 +172,11 @@ class HubSource:
         """
         return self._files
 
-    def restat(self, path: str) -> FileStat | None:
+    def stat_file(self, path: str) -> FileStat | None:
         """Return the file's state: a commit never changes, but what lies in the cache may."""
         full = self._prefix + path
         if self._disk is not None and full in self._found:
-            now = self._disk.restat(self._listing.files[full].cached)
+            now = self._disk.stat_file(self._listing.files[full].cached)
             if now is None or now != self._found[full]:
                 return now
             return replace(self._files[path], changed=now.changed)
@@ -200,11 +202,11 @@ class HubSource:
             self._beginnings |= _fetch_headers(self._address, self._listing, shards)
         self._windows.expect(span for span in far if span[0] not in self._beginnings)
 
-    def skim(self) -> None:
+    def set_headers_only(self) -> None:
         """Take headers as the Hub has read them, of all files in one request, where it has."""
         self._skimming = True
 
-    def heed(self, stop: StopRequest) -> None:
+    def set_stop_request(self, stop: StopRequest) -> None:
         """Raise Interrupted from reads, also while they wait, once `stop` is set."""
         self._stop = stop
 

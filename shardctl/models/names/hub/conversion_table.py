@@ -145,7 +145,7 @@ class NameConversions:
         """The conversions of arrays that apply when the model is saved; of each name at most one, the first."""
         return tuple(each for each in self.saving if each.kind == "arrays")
 
-    def unstacks(self, name: str) -> bool:
+    def unstacks_experts(self, name: str) -> bool:
         """Return whether saving takes an array of this name apart into those of each expert."""
         found = next((each for each in self.saving_arrays if each.match(name)), None)
         return found is not None and any(operation in UNSTACKING for operation, _ in found.operations)

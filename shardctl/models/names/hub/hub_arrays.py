@@ -78,7 +78,7 @@ def build_hub_arrays(
     for array in list_state_arrays(model, tensors, config):
         if array.name not in unsaved:
             (kept if on_hub and array.name.startswith(on_hub) else state).append(array)
-    stacks = [] if unstack else [array for array in state if conversions.unstacks(array.name)]
+    stacks = [] if unstack else [array for array in state if conversions.unstacks_experts(array.name)]
     return [
         *save_arrays((array for array in state if array not in stacks), conversions, config),
         *_name_hub_arrays(kept, conversions),
