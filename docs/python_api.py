@@ -25,7 +25,7 @@ from shardctl.options.sizes import parse_price, parse_rate, parse_run_tokens, pa
 ROOT = Path(__file__).parents[1]
 API = ROOT / "shardctl" / "api.py"
 PAGE = ROOT / "docs" / "python.md"
-FUNCTIONS = ("plan", "reshard", "verify", "inspect", "diff", "digest")
+FUNCTIONS = ("plan", "reshard", "verify", "attest", "inspect", "diff", "digest")
 RELATED = {"reshard_each": "reshard", "contribute": "reshard", "find_newest": "verify"}
 """Functions with the options of a verb, which their docstrings refer to."""
 LEFT_OUT = {

@@ -159,7 +159,7 @@ def format_object(title: str, kind: dict[str, Any], known: dict[str, str]) -> li
 
 def build_json() -> str:
     """Build the page of all documents: those of each verb, then the objects that they share."""
-    verbs = ["plan", "reshard", "finish", "verify", "inspect", "diff", "digest", "settings"]
+    verbs = ["plan", "reshard", "finish", "verify", "attest", "inspect", "diff", "digest", "settings"]
     schemas = {verb: build_schema(verb) for verb in verbs}
     parts: dict[str, list[tuple[str, str, dict[str, Any]]]] = {verb: [] for verb in [*verbs, "all"]}
     named: dict[str, dict[str, str]] = {verb: {} for verb in verbs}

@@ -24,6 +24,7 @@ if sys.platform == "win32":
 
 if TYPE_CHECKING:
     from shardctl.api import (
+        AttestResult,
         DiffResult,
         DigestResult,
         InspectResult,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         UsageError,
         VerifyOptions,
         VerifyResult,
+        attest,
         diff,
         digest,
         inspect,
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "AttestResult",
     "DiffResult",
     "DigestResult",
     "InspectResult",
@@ -64,6 +67,7 @@ __all__ = [
     "VerifyOptions",
     "VerifyResult",
     "__version__",
+    "attest",
     "diff",
     "digest",
     "inspect",

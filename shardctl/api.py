@@ -12,6 +12,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from functools import wraps
 from inspect import BoundArguments, Signature, signature
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, ParamSpec, TypeVar, cast, overload
 
 from shardctl.base.errors import ShardctlError, UsageError
@@ -34,6 +35,8 @@ from shardctl.planning.plan_result import PlanResult
 from shardctl.running.state_dict import lens as _lens
 from shardctl.running.state_dict import load as _load
 from shardctl.tensors.mesh import Mesh
+from shardctl.verbs.attest import AttestResult
+from shardctl.verbs.attest import attest as _attest
 from shardctl.verbs.diff import DiffResult
 from shardctl.verbs.diff import diff as _diff
 from shardctl.verbs.digest import DigestResult
@@ -55,7 +58,6 @@ from shardctl.verbs.verify import verify as _verify
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
     from shardctl.conversion.engine_sums import EngineSums
     from shardctl.estimate.training.calibrate import FittedCalibration
@@ -64,6 +66,7 @@ if TYPE_CHECKING:
     from shardctl.verbs.reshard_each import EachOutcome
 
 __all__ = [
+    "AttestResult",
     "ContributeResult",
     "DestinationOptions",
     "DiffResult",
@@ -86,6 +89,7 @@ __all__ = [
     "VerifyOptions",
     "VerifyResult",
     "WorkerId",
+    "attest",
     "contribute",
     "diff",
     "digest",
@@ -919,6 +923,10 @@ def verify(
     for_: str | None = None,
     mesh: str | Mapping[str, int] | Mesh | None = None,
     stages: str | None = None,
+    attestation: bool = False,
+    public_key: str | Path | None = None,
+    identity: str | None = None,
+    issuer: str | None = None,
     require_finite: bool = False,
     require: Literal["quick", "full", "load", "forward"] | None = None,
     average_with: str | Sequence[str] = (),
@@ -992,6 +1000,11 @@ def verify(
         mesh: Mesh whose ranks the files are, such as pp=2,tp=4, where no record says it; with for_, the mesh that the
             program runs on. A text, a dictionary such as {"pp": 2, "tp": 4}, or a Mesh.
         stages: Layers per pipeline stage of mesh. Default: balanced.
+        attestation: First check every file against the signature in the directory, model.sig, which must be of
+            public_key or of identity.
+        public_key: Public key (elliptic curve, PEM) whose signature attestation trusts.
+        identity: Identity whose signature through Sigstore attestation trusts, such as an e-mail address; needs issuer.
+        issuer: OpenID Connect issuer that vouches for identity, such as https://accounts.google.com.
         require_finite: Treat NaN and infinity as errors; implies level="full".
         require: The highest level that must be run for `ok`. Default: all that are named.
 
@@ -1405,6 +1418,48 @@ def digest(
 
 
 @_add_hints
+def attest(
+    path: str | Path,
+    *,
+    # options: python docs/python_api.py writes these
+    key: str | Path | None = None,
+    sigstore: bool = False,
+    threads: int | None = None,
+    # end of options
+    progress: bool | Callable[[ProgressUpdate], object] | ProgressWatcher | None = None,
+) -> AttestResult:
+    """Verify a finished checkpoint, state where it comes from, and sign all its files (extra `[sign]`).
+
+    Example:
+        shardctl.attest("llama-tp2", key="key.pem")
+        assert shardctl.verify("llama-tp2", attestation=True, public_key="key.pub").ok
+
+    Arguments:
+        path: A local directory that reshard wrote.
+        progress: True shows a bar on stderr; a callable gets a ProgressUpdate at each phase and file, and up to ten
+            times a second, from one thread at a time; what it raises ends the run. Default: False.
+
+    Options:
+        key: Sign with this private key: elliptic curve, PEM, without a password.
+        sigstore: Sign with an identity through Sigstore, online: that of the CI job, or of whoever logs in with a
+            browser. The identity becomes public.
+
+    Effort:
+        threads: Number of threads. Default: one more than there are cores, at most eight.
+
+    Errors:
+        UsageError: An option has a wrong type or value, or no signer is named, or two.
+        Mismatch: The checkpoint is not what its record says; it is not signed.
+        SourceError: The directory is not a finished result.
+        DestinationError: The directory is signed already, or cannot be written.
+    """
+    wanted = None if key is None else Path(check_path("key", key))
+    by_identity = check_argument("sigstore", bool, sigstore)
+    with _watch_effort("attest", threads, progress, None) as work:
+        return _attest(path, key=wanted, sigstore=by_identity, effort=work)
+
+
+@_add_hints
 def reshard_each(
     pattern: str,
     destination: str | Path,
@@ -1622,6 +1677,10 @@ def find_newest(
     for_: str | None = None,
     mesh: str | Mapping[str, int] | Mesh | None = None,
     stages: str | None = None,
+    attestation: bool = False,
+    public_key: str | Path | None = None,
+    identity: str | None = None,
+    issuer: str | None = None,
     require_finite: bool = False,
     require: Literal["quick", "full", "load", "forward"] | None = None,
     average_with: str | Sequence[str] = (),

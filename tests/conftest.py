@@ -33,7 +33,7 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
         signal.signal(number, usual)
 
 PROJECT = tomllib.loads(Path(__file__).parent.with_name("pyproject.toml").read_text(encoding="utf-8"))["project"]
-MODULES = {"pyyaml": "yaml", "moto[s3]": "moto"}
+MODULES = {"pyyaml": "yaml", "moto[s3]": "moto", "pyopenssl": "OpenSSL"}
 """The module of an extra, where its package has another name."""
 EXTRAS = {
     MODULES.get(package, package.replace("-", "_"))

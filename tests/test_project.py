@@ -262,7 +262,7 @@ def test_an_issue_form_is_one(path):
         assert one["attributes"].get("value" if one["type"] == "markdown" else "label")
 
 
-@pytest.mark.parametrize("extra", ["verify", "cloud", "orbax", "ray"])
+@pytest.mark.parametrize("extra", ["verify", "cloud", "orbax", "ray", "sign"])
 def test_a_hint_installs_the_packages_of_an_extra(extra, monkeypatch):
     """Also from a clone that is not installed; the name shardctl on an index says nothing of a clone."""
     wanted = PROJECT["optional-dependencies"][extra]

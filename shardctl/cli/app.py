@@ -6,7 +6,20 @@ from typing import Annotated, Any
 import typer
 
 from shardctl.base.version import __version__
-from shardctl.cli import completion, diff, digest, finish, inspect, plan, reshard, schema, settings, streams, verify
+from shardctl.cli import (
+    attest,
+    completion,
+    diff,
+    digest,
+    finish,
+    inspect,
+    plan,
+    reshard,
+    schema,
+    settings,
+    streams,
+    verify,
+)
 from shardctl.cli.short_help import format_program_help, format_short_help
 from shardctl.cli.signature import spread_options
 from shardctl.options.logging_options import LoggingOptions
@@ -62,7 +75,7 @@ def shardctl(
 
 
 VERBS = {
-    verb.__name__.rpartition(".")[2]: verb for verb in (inspect, plan, reshard, finish, verify, diff, digest)
+    verb.__name__.rpartition(".")[2]: verb for verb in (inspect, plan, reshard, finish, verify, attest, diff, digest)
 }  # fmt: skip
 FUNCTIONS: dict[str, Callable[..., int | None]] = {
     name: spread_options(getattr(verb, name), LoggingOptions, streams.begin_logging) for name, verb in VERBS.items()

@@ -33,10 +33,11 @@ _NOT_OF_PROJECTS: Final = frozenset(
     {
         *("--overwrite", "--create", "--engine-python", "--engine", "--plan", "--quiet"),
         *("--log", "--junit", "--summary", "--report", "--out"),
+        *("--attestation", "--public-key", "--identity", "--issuer", "--key", "--sigstore"),
     }
 )
-"""Options that permit something, run a program, send a key, write a file, choose what is read, or hide what was set:
-a project may be downloaded, and must not decide that for its user."""
+"""Options that permit something, run a program, send a key, write a file, choose what is read, say whom to trust, or
+hide what was set: a project may be downloaded, and must not decide that for its user."""
 _BOOLEAN_WORDS: Final = {
     "1": True,
     "true": True,

@@ -16,7 +16,7 @@ Examples:
 
 def schema(
     verb: Annotated[
-        Literal["plan", "reshard", "finish", "verify", "inspect", "diff", "digest", "settings"],
+        Literal["plan", "reshard", "finish", "verify", "attest", "inspect", "diff", "digest", "settings"],
         typer.Argument(metavar="VERB", show_default=False, help="The verb whose documents it describes."),
     ],
 ) -> None:

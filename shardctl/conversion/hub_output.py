@@ -34,7 +34,7 @@ from shardctl.storage.durable import translate_os_errors
 from shardctl.storage.hub import open_hub
 from shardctl.storage.hub.address import HubAddress
 from shardctl.storage.hub.publishing import HELD, HubRepository
-from shardctl.tensors.record import RECORD, parse_record
+from shardctl.tensors.record import ATTESTATION, RECORD, parse_record
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -128,7 +128,7 @@ def require_free_branch(repository: HubRepository, *, overwrite: bool) -> Collec
 def _read_recorded_files(repository: HubRepository) -> set[str]:
     source = open_hub(repository.address.at(repository.commit))
     try:
-        return {*parse_record(read_text(source, RECORD, RECORD_TEXT)).files, RECORD}
+        return {*parse_record(read_text(source, RECORD, RECORD_TEXT)).files, RECORD, *ATTESTATION}
     except SourceError as error:
         raise DestinationError(
             f"{RECORD} of {repository.name} cannot be read: {error.message}", hint=error.hint

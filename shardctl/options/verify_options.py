@@ -106,6 +106,43 @@ class VerifyOptions:
         str | None,
         CommandOption(HelpPanel.GENERAL, "Layers per pipeline stage of --mesh. Default: balanced.", metavar="N,N,..."),
     ] = None
+    attestation: Annotated[
+        bool,
+        CommandOption(
+            HelpPanel.GENERAL,
+            "First check every file against the signature in the directory, model.sig, which must be of --public-key "
+            "or of --identity.",
+            brief="Check the signature of every file",
+        ),
+    ] = False
+    """If it does not hold, nothing else of the directory is read."""
+    public_key: Annotated[
+        Path | None,
+        CommandOption(
+            HelpPanel.GENERAL,
+            "Public key (elliptic curve, PEM) whose signature --attestation trusts.",
+            brief="Key whose signature is trusted",
+            metavar="FILE",
+            access=PathAccess.READ,
+        ),
+    ] = None
+    identity: Annotated[
+        str | None,
+        CommandOption(
+            HelpPanel.GENERAL,
+            "Identity whose signature through Sigstore --attestation trusts, such as an e-mail address; needs "
+            "--issuer.",
+            metavar="NAME",
+        ),
+    ] = None
+    issuer: Annotated[
+        str | None,
+        CommandOption(
+            HelpPanel.GENERAL,
+            "OpenID Connect issuer that vouches for --identity, such as https://accounts.google.com.",
+            metavar="URL",
+        ),
+    ] = None
     require_finite: Annotated[
         bool, CommandOption(HelpPanel.GENERAL, "Treat NaN and infinity as errors; implies --level full.")
     ] = False
@@ -287,6 +324,7 @@ class VerifyOptions:
         level, usual = _LEVEL_NAMES.index(self.highest_level()), VerifyOptions()
         loads, runs = level >= _LEVEL_NAMES.index("load"), level >= _LEVEL_NAMES.index("forward")
         started = self.engine is not None and not is_running(self.engine)
+        self._require_trust()
         for name, used, needed in (
             ("device_memory", loads, "--load DEVICE"),
             ("device_map", loads, "--load DEVICE"),
@@ -307,6 +345,17 @@ class VerifyOptions:
                 "--seq-len has no effect with --golden, whose file has the inputs",
                 hint="leave --seq-len out, or give it with --write-golden",
             )
+
+    def _require_trust(self) -> None:
+        """Raise UsageError if a signature is to be checked and nobody is trusted, or the reverse."""
+        named = [name for name in ("public_key", "identity", "issuer") if getattr(self, name) is not None]
+        if named and not self.attestation:
+            flag = f"--{named[0].replace('_', '-')}"
+            raise UsageError(f"{flag} has an effect only with --attestation", hint="add --attestation")
+        if self.attestation and named not in (["public_key"], ["identity", "issuer"]):
+            what = "whom to trust is not named" if not named else "a signature is of one key or one identity"
+            hint = "add --public-key FILE, or --identity NAME and --issuer URL"
+            raise UsageError(f"--attestation: {what}", hint=hint)
 
     @property
     def writes_or_reads_golden(self) -> bool:

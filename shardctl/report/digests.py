@@ -1,4 +1,4 @@
-"""Renders the result of `digest` as lines like those of sha256sum."""
+"""Renders the results of `digest`, as lines like those of sha256sum, and of `attest`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING
 
 from rich.console import Group
 
+from shardctl.base.amounts import format_file_size, format_plural
 from shardctl.report.grid import render_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from shardctl.conversion.engine_sums import EngineSums
+    from shardctl.verbs.attest import AttestResult
     from shardctl.verbs.digest import DigestResult
 
 
@@ -24,6 +26,15 @@ def render_digests(digested: DigestResult, *, tensors: bool = False, expected: s
     if expected not in {None, digested.digest}:
         lines.append(f"FAILED: {expected} was expected")
     return Group(*map(render_line, lines))
+
+
+def render_attestation(done: AttestResult) -> RenderableType:
+    """Render what was signed, with which key, and the digests that the statement has."""
+    by = f" with the key {done.key_hash}" if done.key_hash else ""
+    lines = [f"signed: {format_plural(done.files, 'file')}, {format_file_size(done.nbytes)}{by}"]
+    lines += [f"statement {done.statement}", f"signature {done.signature}"]
+    lines += [f"not checked: {text}" for text in done.unchecked]
+    return Group(*map(render_line, [*lines, f"digest {done.digest}", f"source digest {done.source_digest}"]))
 
 
 def render_engine_sums(found: EngineSums) -> RenderableType:

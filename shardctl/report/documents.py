@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shardctl.storage import FileProofs
     from shardctl.tensors.mesh import Mesh
     from shardctl.tensors.record import CheckpointRecord
+    from shardctl.verbs.attest import AttestResult
     from shardctl.verbs.diff import DiffResult, TensorChange
     from shardctl.verbs.digest import DigestResult
     from shardctl.verbs.finish import FinishResult
@@ -294,6 +295,8 @@ def _build_level_document(level: LevelResult) -> Document:
         document["safetensors"] = asdict(level.library)
     if level.downloads is not None:
         document["downloads"] = asdict(level.downloads)
+    if level.attestation is not None:
+        document["attestation"] = asdict(level.attestation)
     if level.name == "identity":
         document["equal_files"] = list(level.equal_files)
         document["unrounded"] = [asdict(each) for each in level.unrounded]
@@ -407,6 +410,21 @@ def build_digest_document(result: DigestResult, *, tensors: bool = False, expect
             name: {"digest": row.digest, "dtype": row.dtype, "shape": row.shape} for name, row in result.tensors.items()
         }
     return document
+
+
+def build_attest_document(result: AttestResult) -> Document:
+    """Build what was signed, and with which key."""
+    return build_document_head("attest") | {
+        "path": result.path,
+        "statement": result.statement,
+        "signature": result.signature,
+        "files": result.files,
+        "signed_bytes": result.nbytes,
+        "key_hash": result.key_hash,
+        "digest": result.digest,
+        "source_digest": result.source_digest,
+        "unchecked": list(result.unchecked),
+    }
 
 
 def build_engine_sums_document(path: str, found: EngineSums) -> Document:

@@ -15,12 +15,13 @@ from shardctl.planning.plan_result import PlanResult
 from shardctl.report import documents
 from shardctl.report.conversion import render_contribution, render_conversion, render_finished
 from shardctl.report.difference import render_difference
-from shardctl.report.digests import render_digests, render_engine_sums
+from shardctl.report.digests import render_attestation, render_digests, render_engine_sums
 from shardctl.report.inspection import list_inspection_facts, render_inspection
 from shardctl.report.plan_document import build_plan_document, build_rehearsal_document
 from shardctl.report.planning import render_plan, render_rehearsal
 from shardctl.report.verification import render_verification
 from shardctl.report.visible import escape_control_characters
+from shardctl.verbs.attest import AttestResult
 from shardctl.verbs.diff import DiffResult
 from shardctl.verbs.digest import DigestResult
 from shardctl.verbs.dry_run import RehearsalResult
@@ -59,6 +60,7 @@ _TEXT_RENDERERS: Final[dict[type, Callable[[Any], RenderableType]]] = {
     DiffResult: lambda found: render_difference(found, everything=found.show_all),
     DigestResult: lambda found: render_digests(found, tensors=found.show_tensors, expected=found.expected),
     EngineSums: render_engine_sums,
+    AttestResult: render_attestation,
 }
 """What the command of each result prints."""
 _DOCUMENT_BUILDERS: Final[dict[type, Callable[[Any], Document]]] = {
@@ -76,6 +78,7 @@ _DOCUMENT_BUILDERS: Final[dict[type, Callable[[Any], Document]]] = {
         found, tensors=found.show_tensors, expected=found.expected
     ),
     EngineSums: lambda found: documents.build_engine_sums_document(found.path, found),
+    AttestResult: documents.build_attest_document,
 }
 """What the command of each result prints with `--json`."""
 

@@ -22,6 +22,7 @@ from shardctl.verify.config_comparison import ConfigChange
 from shardctl.verify.download_hashes import DownloadHashes
 from shardctl.verify.finding import CheckFinding
 from shardctl.verify.forward_result import JoinedWeights, OutputDistances, PromptContinuation
+from shardctl.verify.level import SignatureCheck
 from shardctl.verify.library_headers import LibraryHeaders
 from shardctl.verify.tolerance import ChangeKind
 
@@ -425,7 +426,7 @@ class PlacementFields(TypedDict):
 class LevelFields(TypedDict):
     """The outcome of one level of checks."""
 
-    name: Literal["structure", "content", "identity", "load", "forward", "engine"]
+    name: Literal["attestation", "structure", "content", "identity", "load", "forward", "engine"]
     status: Literal["passed", "failed", "skipped", "unfinished"]
     reason: str
     tensors: int
@@ -441,6 +442,7 @@ class LevelFields(TypedDict):
     placement: NotRequired[list[PlacementFields]]
     forward: NotRequired[ForwardFields]
     engine: NotRequired[dict[str, Any]]
+    attestation: NotRequired[SignatureCheck]
 
 
 class VerifyDocument(DocumentHead):
@@ -507,6 +509,20 @@ class DigestDocument(DocumentHead):
     tensors: NotRequired[dict[str, DigestFields]]
 
 
+class AttestDocument(DocumentHead):
+    """What `attest --json` prints."""
+
+    path: str
+    statement: str
+    signature: str
+    files: int
+    signed_bytes: int
+    key_hash: str
+    digest: str
+    source_digest: str
+    unchecked: list[str]
+
+
 class EngineSumsDocument(DocumentHead):
     """What `digest --as ENGINE --json` prints."""
 
@@ -557,6 +573,7 @@ _DOCUMENT_TYPES_BY_COMMAND: Final[dict[str, tuple[object, ...]]] = {
     ),
     "finish": (FinishDocument,),
     "verify": (VerifyDocument, NewestDocument),
+    "attest": (AttestDocument,),
     "diff": (DiffDocument,),
     "digest": (DigestDocument, EngineSumsDocument),
     "settings": (SettingsDocument,),

@@ -10,6 +10,7 @@ from rich.console import Group
 
 from shardctl.base.amounts import format_duration, format_file_size, format_memory_size, format_plural, format_rate
 from shardctl.report.grid import render_line, render_table
+from shardctl.verify.level import ATTESTATION
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -58,11 +59,18 @@ def _build_level_row(level: LevelResult) -> tuple[str, ...]:
     return (
         level.name,
         level.status,
-        format_plural(level.tensors, "tensor"),
+        _format_checked(level),
         read,
         format_duration(level.seconds),
         format_rate(level.nbytes, level.seconds),
     )
+
+
+def _format_checked(level: LevelResult) -> str:
+    """Format how many things a level looked at: tensors, or files of a signature."""
+    if level.name != ATTESTATION:
+        return format_plural(level.tensors, "tensor")
+    return format_plural(level.attestation.files, "file") if level.attestation is not None else ""
 
 
 def _list_details(level: LevelResult) -> Iterator[RenderableType]:
@@ -83,6 +91,9 @@ def _list_details(level: LevelResult) -> Iterator[RenderableType]:
     if level.forward is not None:
         yield render_table(build_forward_rows(level.forward), indent=4)
     yield from (render_line(f"    {line}") for line in level.describe_reading())
+    if level.attestation is not None:
+        stated = f", made from {level.attestation.source_digest}" if level.attestation.source_digest else ""
+        yield render_line(f"    signed by {level.attestation.signer}{stated}")
     if level.engine is not None:
         yield render_table(build_engine_rows(level.engine), indent=4)
     for note in level.notes:

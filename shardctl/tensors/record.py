@@ -59,6 +59,12 @@ PROVED_BY_RESULT: Final = "rules proved: the result"
 SAVED_NAMES: Final = "source_names"
 """The option of a record that says that the source had the names of the Hub, of a model that no table knows."""
 SUMS: Final = "SHA256SUMS"
+STATEMENT: Final = "provenance.intoto.json"
+"""What `attest` says of a directory: an in-toto statement of how it was made."""
+SIGNATURE: Final = "model.sig"
+"""The signature of a directory, by `attest` or by the library model-signing."""
+ATTESTATION: Final = frozenset({STATEMENT, SIGNATURE})
+"""Files next to a finished checkpoint that its record does not list, and that hold only for this directory."""
 SCHEMA: Final = "shardctl.checkpoint/1"
 _SEAL_JSON_PREFIX: Final = b',\n "seal": "'
 """What stands between the record and the SHA-256 of all of it that comes before."""

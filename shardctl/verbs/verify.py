@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Final
 
@@ -38,16 +38,17 @@ from shardctl.options.verify_options import is_running
 from shardctl.running.device import parse_device_number
 from shardctl.running.device_levels import read_sample_text, run_forward_level, run_load_level
 from shardctl.running.engine_level import require_engine, run_engine_level
+from shardctl.storage.addresses import open_source
 from shardctl.storage.local import LocalSource
 from shardctl.tensors.digest import compute_checkpoint_digest
 from shardctl.tensors.mesh import Mesh
 from shardctl.tensors.pieces import PlacedCheckpoint
-from shardctl.tensors.record import APPLIED, AVERAGED, GIVEN, RECORD, SUBTREE, UNTIED
+from shardctl.tensors.record import APPLIED, AVERAGED, GIVEN, RECORD, STATEMENT, SUBTREE, UNTIED
 from shardctl.verify import alignment, rank_parts, structure
 from shardctl.verify.download_hashes import find_equal_files, list_stated_hashes
 from shardctl.verify.finding import CheckFinding
 from shardctl.verify.golden import CHECK, GoldenOutput, read_golden, require_new_file, write_golden
-from shardctl.verify.level import LEVELS, LevelResult, LoadedRank, VerifyResult
+from shardctl.verify.level import ATTESTATION, LEVELS, LevelResult, LoadedRank, VerifyResult
 from shardctl.verify.rank_files import list_ranks
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def verify(
         effort or ExecutionOptions(),
         golden=_read_golden(verify_options),
     )
-    levels, digest = run.of()
+    levels, digest = run.run_after_signature()
     required = LEVELS["forward" if verify_options.writes_or_reads_golden else require or verify_options.highest_level()]
     result = VerifyResult(
         str(path), str(against or ""), digest, tuple(levels), required, tuple(run.unchecked), run.consumer
@@ -120,6 +121,23 @@ def verify(
         return replace(result, unchecked=(*result.unchecked, "no golden output was written, because not all is well"))
     write_golden(verify_options.write_golden, _build_golden(result))
     return result
+
+
+def find_signed_directory(path: str | Path) -> Path:
+    """Find the directory that has a signature, or gets one; raises UsageError for any other source."""
+    with closing(open_source(path)) as source:
+        if not isinstance(source, LocalSource) or not source.path.is_dir():
+            hint = "download it first, and give the directory"
+            raise UsageError(f"{source.name} is not a local directory, and signatures are of those", hint=hint)
+        return source.path
+
+
+def _judge_stated_digest(signature: LevelResult, digest: str) -> None:
+    """Add the finding that the elements are not those of which the signed statement speaks."""
+    stated = signature.attestation.digest if signature.attestation is not None else ""
+    if digest and stated and digest != stated:
+        message = f"the digest is {digest}, and {STATEMENT} says {stated}"
+        signature.add(iter([CheckFinding("error", ATTESTATION, message, file=STATEMENT)]))
 
 
 def _read_golden(verify_options: VerifyOptions) -> GoldenOutput | None:
@@ -167,6 +185,22 @@ class _VerifyRun:
     def strict(self) -> bool:
         return self.source_options.strict
 
+    def run_after_signature(self) -> tuple[list[LevelResult], str]:
+        """Check the signature first, if that is requested: what nobody vouches for is not read any further."""
+        if not self.verify_options.attestation:
+            return self.of()
+        from shardctl.verify.attestation import TrustedSigner, check_signature
+
+        key, identity, issuer = (getattr(self.verify_options, name) for name in ("public_key", "identity", "issuer"))
+        signers = [TrustedSigner(key, identity or "", issuer or "")]
+        signature = check_signature(find_signed_directory(self.path), signers, self.effort.threads)
+        if signature.status != "passed":
+            reason = "the signature was not found to hold"
+            return [signature, *(LevelResult(name, "skipped", reason) for name in self.names)], ""
+        levels, digest = self.of()
+        _judge_stated_digest(signature, digest)
+        return [signature, *levels], digest
+
     def of(self) -> tuple[list[LevelResult], str]:
         """Return the levels and the digest, which is empty if it was not computed."""
         first, began = LevelResult("structure", strict=self.strict), time.monotonic()
@@ -203,7 +237,7 @@ class _VerifyRun:
                     other = merge_adapters(other, self.verify_options.merge, self.effort.threads, partial=True)
                     self.unquantized = split_as(checkpoint, other)
                     other = quantize_as(checkpoint, self.unquantized, self.effort.threads)
-                self.unchecked += _list_unchecked(checkpoint, self.names)
+                self.unchecked += _list_unchecked(checkpoint, self.names, signed=self.verify_options.attestation)
                 self.unchecked += _list_left_out(checkpoint, other)
                 if other is not None:
                     self.unchecked += filter(None, [pair_states(checkpoint, other).uncompared])
@@ -391,10 +425,11 @@ def _open_source(
     return open_checkpoint(path, options, selection=NameSelection.of_record(made))
 
 
-def _list_unchecked(checkpoint: OpenedCheckpoint, names: Collection[str]) -> Iterator[str]:
+def _list_unchecked(checkpoint: OpenedCheckpoint, names: Collection[str], *, signed: bool) -> Iterator[str]:
     """List in words what levels leave open that find nothing wrong."""
     if names == ["structure"]:
-        yield "only headers were read; --level full reads every byte"
+        of = "of tensors " if signed else ""
+        yield f"{of}only headers were read; --level full reads every byte"
     if checkpoint.record is None and "identity" not in names:
         yield f"there is no {RECORD}, so values were compared with nothing; --against SRC compares them with a source"
 

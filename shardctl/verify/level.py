@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from shardctl.verify.forward_result import ForwardResult
     from shardctl.verify.library_headers import LibraryHeaders
 
+ATTESTATION: Final = "attestation"
+"""The level that checks a signature, if one is asked for; it comes before all others."""
 LEVELS: Final[dict[str, tuple[str, ...]]] = {
     "quick": ("structure",),
     "full": ("structure", "content", "identity"),
@@ -62,12 +64,26 @@ class BlockPlacement:
     nbytes: int
 
 
+@value_class
+class SignatureCheck:
+    """What a signature that holds says of a directory."""
+
+    signer: str
+    """Whose trusted signature it is."""
+    files: int
+    """Files that it covers."""
+    source_digest: str = ""
+    """Of the source, as the statement has it; empty without a statement of shardctl."""
+    digest: str = ""
+    """Of the elements, as the statement has it; empty without one."""
+
+
 @state_class
 class LevelResult:
     """The outcome of one level of checks."""
 
     name: str
-    """`structure`, `content`, `identity`, `load`, `forward` or `engine`."""
+    """`attestation`, `structure`, `content`, `identity`, `load`, `forward` or `engine`."""
     status: Literal["passed", "failed", "skipped", "unfinished"] = "passed"
     """Unfinished is no verdict: the machine lacked what the level needs."""
     reason: str = ""
@@ -100,6 +116,8 @@ class LevelResult:
     """Of `identity`: how far the weights are from those before a cast or a quantization, for information."""
     equal_files: tuple[str, ...] = ()
     """Of `identity`: files that were compared by their hashes, and not element by element."""
+    attestation: SignatureCheck | None = None
+    """Of `attestation`, if the signature holds."""
 
     def add(self, findings: Iterator[CheckFinding]) -> None:
         """Note findings; an error fails the level."""
@@ -204,10 +222,15 @@ class VerifyResult(ResultView):
         if skipped:
             return f", but skipped: {', '.join(skipped)}"
         passed = {level.name: level for level in self.levels}
+        signature = passed.pop(ATTESTATION, None)
+        signed = f"signed by {signature.attestation.signer}" if signature and signature.attestation else ""
+        if signed and len(passed) == 1 and self.consumer is None:
+            return f": {signed}; of tensors only headers were read; add --level full"
         if len(passed) == 1:
             loads = f"{self.consumer.describe()}; add --level full to read values" if self.consumer is not None else ""
             return f": {loads}" if loads else " (headers only: values were not read; add --level full)"
-        grounds = ["every byte read"] if "content" in passed else []
+        grounds = [signed] if signed else []
+        grounds += ["every byte read"] if "content" in passed else []
         if "identity" in passed:
             rounded = " after rounding" if passed["identity"].unrounded else ""
             grounds.append(f"equal to {self.against}{rounded}")

@@ -13,7 +13,7 @@ from shardctl.libraries.files.file_names import LOADED_SUFFIXES
 from shardctl.models.names.binding import UNGATHERED_HINT, list_ungathered_weights
 from shardctl.tensors.box import Box, BoxIndex, make_disjoint, subtract_indexed
 from shardctl.tensors.manifest import ConstantFill
-from shardctl.tensors.record import RECORD, hash_source_spans
+from shardctl.tensors.record import ATTESTATION, RECORD, hash_source_spans
 from shardctl.tensors.training import STEP, split_state_name
 from shardctl.tensors.turns import fold_box, fold_shape, unfold_tensors
 from shardctl.verify.auxiliary_files import describe_loading, is_code
@@ -52,7 +52,7 @@ def check_files(record: CheckpointRecord, files: Mapping[str, FileStat]) -> Iter
             found = files[path].size
             yield CheckFinding("error", "files", f"{path} has {found:,} bytes; {RECORD} says {size:,}", file=path)
     for path in files:
-        if path not in record.files and path != RECORD:
+        if path not in record.files and path not in {RECORD, *ATTESTATION}:
             weights, read = path.endswith(LOADED_SUFFIXES), is_code(path) or is_served_layout(record.layout)
             why = ": a loader would take it for one" if weights else describe_loading(path) if read else ""
             message = f"{path} is not part of this checkpoint{why}"

@@ -138,7 +138,7 @@ def test_without_a_command_there_is_help_and_the_code_for_usage(say):
 def test_every_verb_is_listed_and_none_that_does_not_exist(say):
     out = words(say("--help").out)
     assert [verb for verb in VERBS if f" {verb} " in out] == list(VERBS)
-    assert list(VERBS) == ["inspect", "plan", "reshard", "finish", "verify", "diff", "digest"]
+    assert list(VERBS) == ["inspect", "plan", "reshard", "finish", "verify", "attest", "diff", "digest"]
 
 
 def test_help_names_every_layout(say):

@@ -67,6 +67,16 @@ def test_every_kind_of_option_can_be_set(say, source, project, monkeypatch):
     assert "add --against SRC" in say("verify", source).err, "a list of one"
 
 
+def test_a_project_does_not_say_whom_to_trust(say, source, project, user):
+    for key in ("attestation", "public-key", "identity", "issuer", "key", "sigstore"):
+        project.write_text(f"[tool.shardctl]\n{key} = 'x'\n")
+        code, _, err = say("verify", source)
+        assert (code, f"sets --{key}, which a project cannot permit" in err) == (2, True)
+    project.unlink()
+    user.write_text("public-key = 'x'\n")
+    assert "--public-key has an effect only with --attestation" in say("verify", source).err
+
+
 @pytest.mark.parametrize(
     ("written", "message", "hint"),
     [
@@ -150,7 +160,7 @@ def test_settings_shows_what_counts_and_where_was_looked(say, project, user, mon
     assert (found.code, found.err) == (0, "")
     assert found.out.splitlines() == [
         "--gpu h100-80g from SHARDCTL_PLAN_GPU for plan",
-        f"--threads 2 from {user} for plan, reshard, verify, diff, digest",
+        f"--threads 2 from {user} for plan, reshard, verify, attest, diff, digest",
         f"--gpu h200 from {project} [tool.shardctl.plan] is overridden",
         f"read: {project}",
         f"read: {user}",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from shardctl.base.errors import AccessError, DestinationError, OccupiedDestinationError, SourceError, format_first_few
 from shardctl.storage.bounded_text import RECORD_TEXT, read_file
 from shardctl.storage.durable import translate_os_errors
-from shardctl.tensors.record import RECORD, CheckpointRecord, parse_record
+from shardctl.tensors.record import ATTESTATION, RECORD, CheckpointRecord, parse_record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -65,6 +65,6 @@ def read_destination_record(destination: Path) -> CheckpointRecord:
 
 
 def list_foreign_files(destination: Path, listed: Mapping[str, int]) -> list[str]:
-    """List the files in a finished directory that are not among those that its record lists."""
+    """List the files in a finished directory that neither its record lists nor `attest` writes."""
     there = (path for path in destination.rglob("*") if path.is_symlink() or not path.is_dir())
-    return sorted({path.relative_to(destination).as_posix() for path in there} - listed.keys() - {RECORD})
+    return sorted({path.relative_to(destination).as_posix() for path in there} - listed.keys() - {RECORD, *ATTESTATION})

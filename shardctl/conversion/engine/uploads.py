@@ -35,7 +35,7 @@ from shardctl.conversion.engine.bucket_claim import (
 from shardctl.conversion.engine.part import encode_part, parse_part
 from shardctl.conversion.engine.replacement import STATE
 from shardctl.conversion.engine.worker_group import other_plan
-from shardctl.tensors.record import RECORD
+from shardctl.tensors.record import ATTESTATION, RECORD
 from shardctl.tensors.record import parse_record as load_record
 
 if TYPE_CHECKING:
@@ -274,7 +274,7 @@ def require_free_destination(bucket: CloudBucket, *, overwrite: bool = False) ->
 def _read_recorded_objects(bucket: CloudBucket) -> set[str]:
     """Read the objects of a finished checkpoint; raises DestinationError if its record cannot be read."""
     try:
-        return {*load_record(bucket.read(RECORD) or b"").files, RECORD}
+        return {*load_record(bucket.read(RECORD) or b"").files, RECORD, *ATTESTATION}
     except SourceError as error:
         raise DestinationError(f"{bucket.name}/{RECORD} cannot be read: {error.message}", hint=error.hint) from error
 

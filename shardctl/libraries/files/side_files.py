@@ -11,12 +11,13 @@ from shardctl.libraries.files.file_names import DCP_METADATA, LOADED_SUFFIXES, W
 from shardctl.libraries.files.impostors import ADAPTERS, TRAINER_FILES, list_adapter_files
 from shardctl.libraries.files.links import check_link
 from shardctl.tensors.manifest import OpaqueObject
+from shardctl.tensors.record import ATTESTATION, RECORD, SUMS
 
 if TYPE_CHECKING:
     from shardctl.storage import Source
     from shardctl.tensors.manifest import Manifest, Policy
 
-_REGENERATED_FILES: Final = frozenset({"shardctl.json", "SHA256SUMS"})
+_REGENERATED_FILES: Final = frozenset({RECORD, SUMS, *ATTESTATION})
 """Files of the root that describe the files beside them, so that the ones of the source would be wrong."""
 _WEIGHT_INDEX_PATTERN: Final = re.compile(r".+\.(safetensors|bin|h5|msgpack|pt|pth)\.index(\.[^.]+)?\.json")
 """Indexes of weights, also those of variants (`model.safetensors.index.fp16.json`); also remade."""
@@ -53,8 +54,8 @@ def list_side_files(source: Source, weights: set[str]) -> tuple[tuple[OpaqueObje
     sub-folder are carried too, because they are a module of their own (`2_Dense/model.safetensors` of
     sentence-transformers), except in folders known to repeat the model. Left behind are exports for other programs,
     the state of a trainer, folders with another checkpoint and what names them, and weights of the root that the
-    checkpoint does not use. Indexes, `SHA256SUMS` and
-    `shardctl.json` describe the source's own files; they are not even listed.
+    checkpoint does not use. Indexes, `SHA256SUMS`, `shardctl.json`
+    and a signature with its statement describe the source's own files; they are not even listed.
 
     Raises:
         HostileError: a file that would be carried is a link that leaves the directory.
