@@ -18,12 +18,14 @@ from shardctl.checkpoint.completing import describe_location
 from shardctl.checkpoint.config_files import CONFIG
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.storage import HIDDEN
+from shardctl.storage.cloud import is_bucket
+from shardctl.storage.hub import is_hub_address
 from shardctl.tensors.box import Box
 from shardctl.tensors.copyplan import cover_tensor
 from shardctl.tensors.manifest import CheckpointFile, Chunk, Region, Tensor, compute_dense_strides
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from fractions import Fraction
 
     from shardctl.base.dtype import DType
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
     from shardctl.storage import Source
 
 _STEP_NUMBER_PATTERN: Final = re.compile(r"(\d+)$")
+_NUMBER: Final = re.compile(r"[+-]?(?:\d{1,30}/\d{1,30}|(?:\d{1,30}\.?\d{0,30}|\.\d{1,30})(?:[eE][+-]?\d{1,2})?)")
+"""Weights that people write. The limits keep their products with values, and their exact sums, small."""
+_DIGITS: Final = re.compile(r"\d+")
 _MIN_STEPS: Final = 2
 _MIN_DECIMAL_DENOMINATOR: Final = 10**4
 """Denominators from which on messages show decimals."""
@@ -74,7 +79,7 @@ def parse_combination(path: str | Path, options: ReshardOptions | VerifyOptions)
     if options.average_with:
         return Combination(path, tuple(options.average_with), _parse_weights(options))
     if options.ema is not None:
-        return _find_run(Path(path), _parse_number("--ema", options.ema))
+        return _find_run(path, _parse_number("--ema", options.ema))
     if options.add_difference is not None:
         one, scale = _parse_number("--scale", "1"), _parse_number("--scale", options.scale or "1")
         return Combination(path, tuple(options.add_difference), (one, scale, -scale))
@@ -84,10 +89,11 @@ def parse_combination(path: str | Path, options: ReshardOptions | VerifyOptions)
 def _parse_number(flag: str, text: str) -> Fraction:
     from fractions import Fraction  # which takes time to import, and few runs need it
 
+    found = _NUMBER.fullmatch(text.strip())
     try:
-        return Fraction(text.strip())
+        return Fraction(found[0] if found is not None else "")
     except (ValueError, ZeroDivisionError):
-        raise UsageError(f"{flag} {text} is not a number", hint="write 0.25 or 1/3") from None
+        raise UsageError(f"{flag} {text:.100} is not a number", hint="write 0.25 or 1/3") from None
 
 
 def _parse_weights(options: ReshardOptions | VerifyOptions) -> tuple[Fraction, ...]:
@@ -108,13 +114,19 @@ def _parse_weights(options: ReshardOptions | VerifyOptions) -> tuple[Fraction, .
     return weights
 
 
-def _find_run(run: Path, decay: Fraction) -> Combination:
+def _find_run(path: str | Path, decay: Fraction) -> Combination:
     """Return the exponential moving average over the checkpoints of a run, in the order of their steps.
 
     It begins with the first one: `average = decay * average + (1 - decay) * next`. The newest gives the config.
     """
     if not 0 < decay < 1:
         raise UsageError(f"--ema {float(decay):g} is not between 0 and 1", hint="0.9 gives the newest a weight of 0.1")
+    if is_bucket(path) or is_hub_address(path):
+        raise UsageError(
+            f"--ema needs a local run, and {path} is not one",
+            hint="name its checkpoints with --average-with and --average-weights",
+        )
+    run = Path(path)
     inside = [each for each in run.iterdir() if each.is_dir() and each.name not in HIDDEN] if run.is_dir() else []
     steps = sorted(
         (int(found[1]), each.name, each)
@@ -125,6 +137,12 @@ def _find_run(run: Path, decay: Fraction) -> Combination:
         raise SourceError(
             f"{run} has {len(steps)} checkpoints whose names end with a step, and an average needs two",
             hint="give the directory that has the run's checkpoints, such as checkpoint-100 and checkpoint-200",
+        )
+    series = {_DIGITS.sub("0", name): name for _, name, _ in reversed(steps)}
+    if len(series) > 1:
+        raise SourceError(
+            f"{run} has more than one series of steps, such as {format_first_few(sorted(series.values()))}",
+            hint="move what is not a checkpoint of the run elsewhere",
         )
     paths = [path for _, _, path in steps]
     after = [decay ** (len(paths) - 1 - number) for number in range(len(paths))]
@@ -230,14 +248,16 @@ class _Sum:
         sources: dict[str, tuple[Source, str]] = {}
         for number, other in enumerate(self.others):
             for path, file in other.manifest.files.items():
-                files[_prefix(number, path)] = replace(file, path=_prefix(number, path))
+                here = _relocate_path(path, number)
+                files[here] = replace(file, path=here)
             for path in (*other.manifest.files, *(path for t in _list_tensors(other).values() for path in t.files)):
-                sources[_prefix(number, path)] = (other.source, path)  # a decoded tensor has a path without a file
+                here = _relocate_path(path, number)  # a decoded tensor has a path without a file
+                sources[here] = (other.source, path)
         others = [_list_tensors(other) for other in self.others]
         for name, tensor in _list_tensors(self.first).items():
-            moved = [_relocate(each[name], number) for number, each in enumerate(others)]
-            stored += (tensor, *moved)
-            tensors[name] = self._sum_tensor(tensor, moved, arrays)
+            inputs = [_relocate(each[name], number) for number, each in enumerate(others)]
+            stored += (tensor, *inputs)
+            tensors[name] = self._sum_tensor(tensor, inputs, arrays)
         before = self.first
         extra = {name: tensors.pop(name) for name in before.manifest.extra}
         said = self.describe()
@@ -256,12 +276,13 @@ class _Sum:
                 extra=extra,
                 files={**before.manifest.files, **files},
                 training=None,
-                warnings=(*before.manifest.warnings, *self._list_dropped_states()),
+                warnings=(*before.manifest.warnings, *self._list_warnings(), *self._list_dropped_states()),
             ),
             config=self._write_config(),
             remade_config=before.remade_config or self.cast is not None,
             adapted=(*before.adapted, *stored),
             averaged=said,
+            inputs={_prefix(number): other for number, other in enumerate(self.others)},
         )
 
     def describe(self) -> str:
@@ -308,6 +329,11 @@ class _Sum:
         keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
         return {**config, **dict.fromkeys(keys, self.cast.torch)}
 
+    def _list_warnings(self) -> Iterator[str]:
+        """Yield what is odd about the others, with their names."""
+        for other in self.others:
+            yield from (f"in {other.source.name}: {said}" for said in other.manifest.warnings)
+
     def _list_dropped_states(self) -> list[str]:
         found = []
         for each in (self.first, *self.others):
@@ -320,14 +346,18 @@ class _Sum:
         return found
 
 
-def _prefix(number: int, path: str) -> str:
-    return f"other {number + 1}/{path}"
+def _prefix(number: int) -> str:
+    return f"other {number + 1}"
+
+
+def _relocate_path(path: str, number: int) -> str:
+    return f"{_prefix(number)}/{path}"
 
 
 def _relocate(tensor: Tensor, number: int) -> Tensor:
     """Return a tensor of another checkpoint by the paths that its files have among those of all."""
     chunks = tuple(
-        replace(chunk, where=replace(chunk.where, file=_prefix(number, chunk.where.file)))
+        replace(chunk, where=replace(chunk.where, file=_relocate_path(chunk.where.file, number)))
         if isinstance(chunk.where, Region)
         else chunk
         for chunk in tensor.chunks

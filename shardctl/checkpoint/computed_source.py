@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import threading
+from functools import cached_property
 from typing import TYPE_CHECKING, Final, Protocol
 
+from shardctl.base.value import value_class
+from shardctl.storage import FileProofs
 from shardctl.storage.crc_tracker import CrcReader
 from shardctl.tensors.bands import BandBuffer
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from shardctl.base.workers import StopRequest
-    from shardctl.storage import FileProofs, FileStat, Source, Span
-    from shardctl.storage.crc_tracker import CrcTracker
+    from shardctl.storage import FileStat, Source, Span
+    from shardctl.storage.crc_tracker import CrcPiece, CrcRecorder
     from shardctl.tensors.bands import ByteReader
 
 _READ_BUFFER_BYTES: Final = 1 << 20
@@ -51,10 +54,12 @@ class ComputedSource:
         """
         self._source, self._arrays, self._thread_bytes, self._note = source, arrays, thread_bytes, note
         self._others = others or {}
+        self.parts = (source, *{id(other): other for other, _ in self._others.values()}.values())
+        """All sources that are read, the first of which gives this one its name."""
         self._local = threading.local()
         self._lock = threading.Lock()
         self._overflowed: dict[str, int] = {}
-        self._tracker: CrcTracker | None = None
+        self._tracker: CrcRecorder | None = None
 
     @property
     def name(self) -> str:
@@ -74,8 +79,7 @@ class ComputedSource:
     @property
     def held_bytes(self) -> int:
         """What the sources themselves hold, and what their threads compute in."""
-        others = {id(other): other.held_bytes for other, _ in self._others.values()}
-        return self._source.held_bytes + self._thread_bytes + sum(others.values())
+        return self._thread_bytes + sum(part.held_bytes for part in self.parts)
 
     def files(self) -> Mapping[str, FileStat]:
         """Return the files that exist."""
@@ -87,31 +91,42 @@ class ComputedSource:
         overflowed = tuple(
             f"{name}: {count:,} finite values became infinite" for name, count in sorted(self._overflowed.items())
         )
-        return (*self._source.notes(), *((self._note,) if self._note else ()), *overflowed)
+        notes = (note for part in self.parts for note in part.notes())
+        return (*notes, *((self._note,) if self._note else ()), *overflowed)
 
-    @property
+    @cached_property
     def promised(self) -> Collection[str]:
         """The files that are compared with a hash while they are read."""
-        return self._source.promised
+        others = {path for path, (other, own) in self._others.items() if own in other.promised}
+        return {*self._source.promised, *others} if others else self._source.promised
 
     def proofs(self) -> FileProofs:
         """Return which files were compared with their hashes."""
-        return self._source.proofs()
+        verified, unverified = dict[str, None](), dict[str, str]()
+        for part in self.parts:
+            found, paths = part.proofs(), self._map_paths(part)
+            verified.update((paths.get(path, path), None) for path in found.verified)
+            unverified.update((paths.get(path, path), why) for path, why in found.unverified.items())
+        return FileProofs(tuple(verified), unverified)
 
     def prove(
         self, whole: Collection[str] = (), *, earlier: Collection[str] = (), allow_unverified: bool = False
     ) -> None:
-        """Compare files with their hashes, as the source itself does."""
-        own = [path for path in whole if path not in self._others]
-        self._source.prove(own, earlier=earlier, allow_unverified=allow_unverified)
+        """Compare files with their hashes, each where it is."""
+        for part in self.parts:
+            mine, before = (
+                [own for path in each for other, own in (self._find_file(path),) if other is part]
+                for each in (whole, earlier)
+            )
+            part.prove(mine, earlier=before, allow_unverified=allow_unverified)
 
     def cautions(self) -> tuple[str, ...]:
         """Return what may go wrong with reading these files."""
-        return self._source.cautions()
+        return tuple(caution for part in self.parts for caution in part.cautions())
 
     def stat_file(self, path: str) -> FileStat | None:
         """Return the file's state now."""
-        other, own = self._others.get(path, (self._source, path))
+        other, own = self._find_file(path)
         return other.stat_file(own)
 
     def beside(self, name: str) -> bytes | None:
@@ -120,44 +135,51 @@ class ComputedSource:
 
     def expect(self, spans: Iterable[Span]) -> None:
         """Pass on what will be read next of files that exist."""
-        self._source.expect([span for span in spans if span[0] not in self._arrays and span[0] not in self._others])
+        stored = [(self._find_file(path), start, size) for path, start, size in spans if path not in self._arrays]
+        for part in self.parts:
+            part.expect([(own, start, size) for (other, own), start, size in stored if other is part])
 
     def set_headers_only(self) -> None:
-        """Tell the source that only headers will be read."""
-        self._source.set_headers_only()
+        """Tell every part that only headers will be read."""
+        for part in self.parts:
+            part.set_headers_only()
 
     def set_stop_request(self, stop: StopRequest) -> None:
         """Raise Interrupted instead of waiting once `stop` is set."""
-        self._source.set_stop_request(stop)
+        for part in self.parts:
+            part.set_stop_request(stop)
 
-    def track_reads(self, tracker: CrcTracker) -> None:
+    def track_reads(self, tracker: CrcRecorder) -> None:
         """Tell `tracker` of all that is read of the arrays from now on."""
         self._tracker = tracker
-        if isinstance(self._source, ComputedSource):
-            self._source.track_reads(tracker)
+        for part in self.parts:
+            if isinstance(part, ComputedSource):
+                part.track_reads(tracker if part is self._source else _RelocatedTracker(tracker, self._map_paths(part)))
 
     def take_overflow(self) -> int:
         """Return how many finite values became infinite in what this thread has computed since the last call."""
         found: int = getattr(self._local, "overflowed", 0)
         self._local.overflowed = 0
-        return found + (self._source.take_overflow() if isinstance(self._source, ComputedSource) else 0)
+        return found + sum(part.take_overflow() for part in self.parts if isinstance(part, ComputedSource))
 
     def list_overflows(self) -> dict[str, int]:
         """List the tensors of which computed values did not fit their type, each with how many became infinite."""
-        inner = self._source.list_overflows() if isinstance(self._source, ComputedSource) else {}
-        return {**inner, **self._overflowed}
+        found: dict[str, int] = {}
+        for part in self.parts:
+            found |= part.list_overflows() if isinstance(part, ComputedSource) else {}
+        return {**found, **self._overflowed}
 
     def read_at(self, path: str, offset: int, into: memoryview) -> None:
         """Fill `into` from a file that exists, or with values of an array."""
         array = self._arrays.get(path)
         if array is None:
-            other, own = self._others.get(path, (self._source, path))
+            other, own = self._find_file(path)
             other.read_at(own, offset, into)
             return
         if not hasattr(self._local, "buffer"):
             self._local.buffer = BandBuffer(_READ_BUFFER_BYTES)
-            self._local.reader = CrcReader(self.read_at, self._tracker) if self._tracker else self
-        overflowed = array.read_values(self._local.reader, self._local.buffer, offset, into)
+        reader = CrcReader(self.read_at, self._tracker) if self._tracker is not None else self
+        overflowed = array.read_values(reader, self._local.buffer, offset, into)
         if overflowed:
             self._local.overflowed = getattr(self._local, "overflowed", 0) + overflowed
             with self._lock:
@@ -166,3 +188,23 @@ class ComputedSource:
     def close(self) -> None:
         """Release what the source holds."""
         self._source.close()
+
+    def _find_file(self, path: str) -> tuple[Source, str]:
+        """Find the source that has a file, and the file's path there."""
+        return self._others.get(path, (self._source, path))
+
+    def _map_paths(self, part: Source) -> Mapping[str, str]:
+        """Map the paths that files have in one of the other sources to those that they have here."""
+        return {own: path for path, (other, own) in self._others.items() if other is part}
+
+
+@value_class
+class _RelocatedTracker:
+    """Tells a tracker of what is read of another source, by the paths that its files have in this one."""
+
+    tracker: CrcRecorder
+    paths: Mapping[str, str]
+
+    def add(self, path: str, offset: int, data: memoryview) -> Sequence[CrcPiece]:
+        """Take note of what was read."""
+        return self.tracker.add(self.paths.get(path, path), offset, data)

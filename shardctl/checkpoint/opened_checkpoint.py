@@ -75,6 +75,8 @@ class OpenedCheckpoint:
     """From which checkpoint it was completed, and with what, if it was."""
     averaged: str = ""
     """Of which checkpoints it is the sum, and with which weights, if it is one."""
+    inputs: Mapping[str, OpenedCheckpoint] = field(default_factory=dict)
+    """The others, by the first component of the paths that their files have in `source`."""
     applied: str = ""
     """Which weight deltas were applied to it, in order."""
     adapter: bool = False

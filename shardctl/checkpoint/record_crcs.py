@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.base.errors import ChangedError, format_first_few
+from shardctl.base.value import value_class
 from shardctl.base.workers import run_in_threads
+from shardctl.checkpoint.computed_source import ComputedSource
 from shardctl.libraries import registry as formats
 from shardctl.libraries.torch_save.zip_records import describe_record_damage
 from shardctl.storage.crc_tracker import CrcReader, CrcTracker
@@ -13,11 +15,11 @@ from shardctl.tensors.manifest import Region
 from shardctl.verify.finding import CheckFinding
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from shardctl.base.workers import ExecutionOptions
     from shardctl.checkpoint.opening import OpenedCheckpoint
-    from shardctl.storage.crc_tracker import CrcDamage
+    from shardctl.storage.crc_tracker import CrcDamage, CrcLists, CrcRange
 
 _MAX_NAMES_SHOWN: Final = 4
 """Tensors of one record, or files, in a message."""
@@ -27,10 +29,37 @@ def build_crc_tracker(
     checkpoint: OpenedCheckpoint, on_damage: Callable[[OpenedCheckpoint, CrcDamage], None] | None = None
 ) -> CrcTracker:
     """Build what compares all that is read of a checkpoint's files; `on_damage` is told of a damaged record at once."""
-    lists = formats.stated_crcs(checkpoint.source, checkpoint.stored)
-    if on_damage is None:
-        return CrcTracker(lists)
-    return CrcTracker(lists, lambda damage: on_damage(checkpoint, damage))
+    lists: CrcLists = formats.stated_crcs(checkpoint.source, checkpoint.stored)
+    if checkpoint.inputs:
+        others = {key: formats.stated_crcs(each.source, each.stored) for key, each in checkpoint.inputs.items()}
+        lists = _InputCrcs(lists, others)
+    tracker = CrcTracker(lists, (lambda damage: on_damage(checkpoint, damage)) if on_damage is not None else None)
+    if isinstance(checkpoint.source, ComputedSource):
+        checkpoint.source.track_reads(tracker)  # which reads files that the caller does not know of
+    return tracker
+
+
+@value_class
+class _InputCrcs:
+    """What the files of a checkpoint state, and those of the others that it is computed from."""
+
+    first: CrcLists
+    others: Mapping[str, CrcLists]
+    """By the first component of the paths that their files have."""
+
+    def containers(self, path: str) -> Sequence[tuple[int, int]]:
+        """Return offset and size of each container in a file."""
+        lists, own = self._find(path)
+        return lists.containers(own)
+
+    def ranges(self, path: str, offset: int, size: int) -> Sequence[CrcRange]:
+        """Return the ranges of one of them."""
+        lists, own = self._find(path)
+        return lists.ranges(own, offset, size)
+
+    def _find(self, path: str) -> tuple[CrcLists, str]:
+        key, _, own = path.partition("/")
+        return (self.others[key], own) if key in self.others else (self.first, path)
 
 
 def refuse_damage(checkpoint: OpenedCheckpoint, damage: CrcDamage) -> None:
@@ -95,7 +124,7 @@ def _list_damaged_tensors(checkpoint: OpenedCheckpoint, damage: CrcDamage) -> li
     start, stop = damage.stated.offset, damage.stated.offset + damage.stated.size
     return [
         tensor.name
-        for tensor in checkpoint.whole.tensors.values()
+        for tensor in (*checkpoint.whole.tensors.values(), *checkpoint.encoded, *checkpoint.adapted)
         if any(
             isinstance(c.where, Region) and c.where.file == damage.file and start <= c.where.offset < stop
             for c in tensor.chunks

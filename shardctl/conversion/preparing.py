@@ -70,6 +70,11 @@ def open_conversion(
     options = source_options or (plan.source_options if plan else None)
     options = replace(options or SourceOptions(), unpadded=True)
     _require_inputs_elsewhere(destination, wanted, options or SourceOptions())
+    if wanted.ema is not None and _is_local(destination) and is_same_or_inside(Path(destination), Path(path)):
+        raise DestinationError(
+            f"{destination} is the run {path} or inside it, where the next --ema would take it for a checkpoint",
+            hint="write to another directory",
+        )
     if wanted.consumer is not None:
         path, options = locate_run(path, options or SourceOptions())
         adapter, (path, wanted, options) = path, merge_lone_adapter(path, wanted, options)
@@ -143,7 +148,7 @@ def _require_inputs_elsewhere(
     destination: str | Path, reshard_options: ReshardOptions, source_options: SourceOptions
 ) -> None:
     """Raise DestinationError if `destination` holds an adapter, a base or a config that is read: it may be replaced."""
-    if is_hub_address(destination) or is_bucket(destination):
+    if not _is_local(destination):
         return
     read: dict[str, tuple[str | Path | None, ...]] = {
         "--merge": reshard_options.merge,
@@ -162,8 +167,12 @@ def _require_inputs_elsewhere(
                 )
 
 
+def _is_local(destination: str | Path) -> bool:
+    return not (is_hub_address(destination) or is_bucket(destination))
+
+
 def _list_parts(source: Source) -> Iterator[Source]:
-    """List the places that a source reads: one, or more if it joins sources or applies deltas."""
+    """List the places that a source reads: one, or more if it joins sources, applies deltas or computes tensors."""
     parts: tuple[Source, ...] | None = getattr(source, "parts", None)
     if parts is None:
         yield source

@@ -101,8 +101,6 @@ def move_share(
     tracker = build_crc_tracker(work.checkpoint, refuse_damage)
     tensors = [tensor for name, tensor in work.have.tensors.items() if name in share.first]
     tensors += (*work.checkpoint.encoded, *work.checkpoint.adapted)
-    if isinstance(work.checkpoint.source, ComputedSource):
-        work.checkpoint.source.track_reads(tracker)
     require_agreement(tensors, work.checkpoint.source, effort, work.checkpoint.find_spec)
     reflink = work.reshard_options.reflink
     target = LocalTarget(tree, sharing=reflink)

@@ -59,6 +59,13 @@ class CrcLists(Protocol):
         """Return the ranges of one of them, disjoint and in the order of their offsets."""
 
 
+class CrcRecorder(Protocol):
+    """What takes account of bytes that were read."""
+
+    def add(self, path: str, offset: int, data: memoryview) -> Sequence[CrcPiece]:
+        """Take account of bytes that were read; returns what of them was new."""
+
+
 @value_class
 class StatedRanges:
     """Ranges that are known already, each a container of its own."""
@@ -296,7 +303,7 @@ class CrcReader:
     """Reads from a source, and tells a tracker of what it reads."""
 
     def __init__(
-        self, read_at: Callable[[str, int, memoryview], None], tracker: CrcTracker, *, keep: bool = False
+        self, read_at: Callable[[str, int, memoryview], None], tracker: CrcRecorder, *, keep: bool = False
     ) -> None:
         """`keep` is for one thread that will take the pieces."""
         self._read_at = read_at

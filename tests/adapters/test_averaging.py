@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
-from shardctl.base.errors import SourceError, UnsupportedError, UsageError
+from shardctl.base.errors import ChangedError, DestinationError, SourceError, UnsupportedError, UsageError
 from shardctl.models import describe_model
 from shardctl.models.adaptation.weighted_sum import sum_weighted
 from shardctl.options import DestinationOptions, ReshardOptions, VerifyOptions
@@ -231,6 +231,60 @@ def test_quantized_weights_are_decoded_or_refused(tmp_path):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+def test_a_destination_that_is_or_holds_an_input_is_refused(tmp_path):
+    """Results of shardctl, which --overwrite may replace."""
+    for step in (1, 2):
+        make(tmp_path / "made" / str(step), step)
+        reshard(tmp_path / "made" / str(step), tmp_path / "run" / f"step-{step}", ReshardOptions(to="hf"))
+    first, second = (tmp_path / "run" / f"step-{step}" for step in (1, 2))
+    before = [read_bytes(each) for each in (first, second)]
+    both = ReshardOptions(to="hf", average_with=(str(second),))
+    difference = ReshardOptions(to="hf", add_difference=(str(second), str(second)))
+    ema = ReshardOptions(to="hf", ema="0.9")
+    inside, over = first / "sub", DestinationOptions(overwrite=True)
+    cases = [(first, options, target) for options in (both, difference) for target in (first, second, inside)]
+    run = tmp_path / "run"
+    cases += [(run, ema, target) for target in (first, second, inside, run, run / "step-3")]
+    for source, options, target in cases:
+        with pytest.raises(DestinationError):
+            reshard(source, target, options, destination_options=over)
+    assert [read_bytes(each) for each in (first, second)] == before
+    assert sorted(path.name for path in run.iterdir()) == ["step-1", "step-2"]
+
+
+def read_bytes(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_a_damaged_archive_is_found_in_every_input(tmp_path):
+    """The zip archives of torch.save state CRC-32s."""
+    (first, one), (second, two) = make(tmp_path / "a", 1), make(tmp_path / "b", 2)
+    for folder, tensors in ((first, one), (second, two)):
+        (folder / "model.safetensors").unlink()
+        torch.save(tensors, folder / "pytorch_model.bin")
+    options = {"average_with": (str(second),)}
+    reshard(first, tmp_path / "out", ReshardOptions(to="hf", **options))
+    file = second / "pytorch_model.bin"
+    data = bytearray(file.read_bytes())
+    place = data.index(two["model.layers.1.mlp.up_proj.weight"].numpy().tobytes())
+    data[place + 5] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ChangedError, match=r"pytorch_model.bin: .*model.layers.1.mlp.up_proj.weight"):
+        reshard(first, tmp_path / "new", ReshardOptions(to="hf", **options))
+    checked = verify(tmp_path / "out", VerifyOptions(level="full", against=first, **options))
+    assert any(finding.check == "crc32" for finding in checked.findings)
+    assert not checked.ok
+
+
+def test_a_run_of_two_series_or_in_a_bucket_is_refused(tmp_path):
+    for name in ("checkpoint-100", "checkpoint-200", "best-150"):
+        make(tmp_path / "run" / name, 1)
+    with pytest.raises(SourceError, match="more than one series of steps, such as best-150, checkpoint-100"):
+        reshard(tmp_path / "run", tmp_path / "out", ReshardOptions(to="hf", ema="0.5"))
+    with pytest.raises(UsageError, match="s3://bucket/run is not one"):
+        reshard("s3://bucket/run", tmp_path / "out", ReshardOptions(to="hf", ema="0.5"))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -241,6 +295,8 @@ def test_quantized_weights_are_decoded_or_refused(tmp_path):
         ({"average_with": ("b",), "average_weights": "0.5,x"}, "x is not a number"),
         ({"average_with": ("b",), "ema": "0.5"}, "--average-with and --ema"),
         ({"ema": "1.5"}, "1.5 is not between 0 and 1"),
+        ({"ema": "1e400"}, "1e400 is not a number"),
+        ({"add_difference": ("b", "c"), "scale": "1e999999999"}, "1e999999999 is not a number"),
     ],
 )
 def test_options_that_contradict_are_a_usage_error(tmp_path, options, message):

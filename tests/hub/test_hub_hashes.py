@@ -87,6 +87,17 @@ def test_a_flipped_bit_is_found_in_a_network_in_trouble(hub, tmp_path, monkeypat
     assert not (tmp_path / "out").exists()
 
 
+def test_a_flipped_bit_is_found_in_what_is_averaged_with_the_source(hub, files, tmp_path):
+    local = write(files, tmp_path / "local")
+    options = ReshardOptions(average_with=(NAME,))
+    done = reshard(local, tmp_path / "fine", options)
+    assert "5 files from the Hub, all with the expected hashes" in done.notes
+    hub.fail("cdn", None, None, server.flipped_bit, path=server.sha256(files[shards(files)[0]]))
+    with pytest.raises(ChangedError):
+        reshard(local, tmp_path / "out", options)
+    assert not (tmp_path / "out").exists()
+
+
 def mixed(seed=0):
     """A file whose tensors do not lie in the order of their names: safetensors puts wide types first."""
     random = np.random.default_rng(seed)
