@@ -8,13 +8,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, TextIO, cast
 
-from shardctl.base.amounts import format_file_size, format_memory_size
+from shardctl.base.amounts import format_file_size
 from shardctl.cli import streams
 from shardctl.report.documents import build_progress_document
 from shardctl.report.meter import TransferMeter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from rich.console import Console
+    from rich.text import Text
 
     from shardctl.base.workers import ExecutionOptions, ProgressWatcher
 
@@ -108,44 +111,26 @@ class _JsonRecords:
 class _TerminalBar:
     """Draws a bar that goes away when the task is done."""
 
-    def __init__(self, verb: str) -> None:
+    def __init__(self, verb: str, console: Console | None = None) -> None:
         from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            Progress,
-            TaskProgressColumn,
-            TextColumn,
-            TimeRemainingColumn,
-            TransferSpeedColumn,
-        )
-        from rich.table import Column
+        from rich.live import Live
 
-        self._bar = Progress(
-            BarColumn(bar_width=16),
-            TaskProgressColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
-            console=Console(file=cast("TextIO", streams.LastingStream(sys.stderr))),
-            transient=True,
-        )
-        self.meter = TransferMeter(self._bar)
+        self._console = console or Console(file=cast("TextIO", streams.LastingStream(sys.stderr)))
+        self.meter = TransferMeter()
         self._verb = verb
-        self._bar.start()
+        self._live = Live(console=self._console, get_renderable=self._render, transient=True, refresh_per_second=10)
+        self._live.start()
+
+    def _render(self) -> Text:
+        return self.meter.render_bar(self._console.width, measure_held_memory())
 
     def show(self) -> None:
-        meter = self.meter
-        files = f"{meter.files_done:,}/{meter.files:,} files" if meter.files else ""
-        kept = f"{format_file_size(meter.kept_bytes)} were there" if meter.kept_bytes else ""
-        parts = (meter.phase, files, kept, format_memory_size(measure_held_memory()), meter.place)
-        meter.sample("  ".join(filter(None, parts)))
-        if streams.RUN.file is not None and meter.is_line_due():
-            streams.RUN.write(meter.format_line(self._verb, measure_held_memory()))
+        self.meter.sample()
+        if streams.RUN.file is not None and self.meter.is_line_due():
+            streams.RUN.write(self.meter.format_line(self._verb, measure_held_memory()))
 
     def close(self) -> None:
-        self._bar.stop()
+        self._live.stop()
 
 
 def _choose_terminal_view(verb: str) -> _ProgressView:

@@ -36,7 +36,7 @@ _SURROGATE_ESCAPE_PATTERN: Final = re.compile(r"\\ud[89a-f]", re.IGNORECASE)
 """How JSON of ASCII has the half of a character, of which two may be one."""
 _MOST_COLUMNS: Final = 10_000
 """No terminal is wider: 4K in the smallest font has 1,280."""
-_ASCII_TRANSLATION: Final = str.maketrans({"█": "#", "▓": "=", "▒": "%", "░": "~", "▚": "*", "·": "."})
+_ASCII_TRANSLATION: Final = str.maketrans({"█": "#", "▓": "=", "▒": "%", "░": "~", "▚": "*", "━": "-", "·": "."})
 """For terminals and locales without the block characters."""
 
 

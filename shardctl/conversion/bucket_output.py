@@ -293,14 +293,15 @@ class _CombinedProgress:
     """Tells one story of several moves."""
 
     def __init__(self, progress: ProgressWatcher) -> None:
-        self._progress = progress
+        self._progress, self._phase = progress, ""
 
     def open(self, total_bytes: int, files: int) -> None:
         """Begin the story."""
         self._progress.begin(total_bytes, files)
 
-    def begin(self, total_bytes: int, files: int = 0, phase: str = "") -> None:
-        """Do nothing: it has begun."""
+    def begin(self, total_bytes: int, files: int = 0, phase: str = "") -> None:  # noqa: ARG002 - `open` had them
+        """Note the phase: only the bytes of the one without a name are those that `open` announced."""
+        self._phase = phase
 
     def warn(self, messages: Sequence[str]) -> None:
         """Do nothing: they were said before it began."""
@@ -309,7 +310,8 @@ class _CombinedProgress:
         self._progress.work_on(place)
 
     def advance(self, nbytes: int, *, kept: bool = False) -> None:
-        self._progress.advance(nbytes, kept=kept)
+        if not self._phase:
+            self._progress.advance(nbytes, kept=kept)
 
     def file_done(self, path: str) -> None:
         self._progress.file_done(path)

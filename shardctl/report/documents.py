@@ -118,6 +118,7 @@ def build_progress_document(meter: TransferMeter) -> Document:
     return {
         "schema": format_schema_name("reshard"),
         "status": "running",
+        "phase": meter.phase,
         "done_bytes": meter.done_bytes,
         "total_bytes": meter.total_bytes,
         "kept_bytes": meter.kept_bytes,

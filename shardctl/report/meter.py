@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from rich.progress import Progress
+from rich.text import Text
 
 from shardctl.base.amounts import format_duration, format_file_size, format_memory_size, format_percent
 
@@ -30,6 +31,14 @@ _FIRST_ESTIMATE: Final = 2.0
 """Seconds over which the rate is measured before the time left is worked out from it."""
 _MIN_LINE_INTERVAL_SECONDS: Final = 1.0
 """Seconds between two lines at least."""
+_MAX_BAR_COLUMNS: Final = 16
+_MIN_BAR_COLUMNS: Final = 6
+"""A bar of fewer columns says less than the percentage next to it."""
+_MIN_NAME_COLUMNS: Final = 10
+"""Columns below which the name of a phase or a file, cut short, says nothing."""
+_BAR_STYLES: Final = {"share": "progress.percentage", "left": "progress.remaining", "rate": "progress.data.speed"}
+_GAP: Final = "  "
+"""What stands between two parts of the line that a terminal shows."""
 
 
 class TransferMeter:
@@ -43,8 +52,8 @@ class TransferMeter:
     ```
     """
 
-    def __init__(self, progress: Progress | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """Count in a task of `progress`, which may show it; by default in one that nobody sees."""
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Count in a task of rich's that nobody sees."""
         self.total_bytes = 0
         """0 if not known."""
         self.files = 0
@@ -59,9 +68,9 @@ class TransferMeter:
         """The file, or the part of a model, that is worked on."""
         self._clock = clock
         self._lock = threading.Lock()
-        self._progress = progress or Progress(disable=True, get_time=clock)
+        self._progress = Progress(disable=True, get_time=clock)
         self._progress.speed_estimate_period = _RATE_WINDOW_SECONDS
-        self._task_id = self._progress.add_task("reading headers", total=None)
+        self._task_id = self._progress.add_task("", total=None)
         self._sampled_bytes = 0
         self._sampled_since: float | None = None
         self._sampled_kept = 0
@@ -83,7 +92,7 @@ class TransferMeter:
             self._sampled_bytes = self._sampled_kept = self._said_bytes = 0
             self._finding = False
             self._sampled_since, self._said_place = None, ""
-            self._progress.reset(self._task_id, total=total_bytes or None, description=phase)
+            self._progress.reset(self._task_id, total=total_bytes or None)
 
     def advance(self, nbytes: int, *, kept: bool = False) -> None:
         """Count bytes that are in place; `kept` if an earlier run had written them."""
@@ -96,8 +105,8 @@ class TransferMeter:
         with self._lock:
             self.files_done += 1
 
-    def sample(self, description: str | None = None) -> None:
-        """Take the rate's next sample, and give the task a new `description`; called about twice a second.
+    def sample(self) -> None:
+        """Take the rate's next sample; called about twice a second.
 
         The rate is that of this run: bytes of an earlier one move the bar, but are no samples, and neither is the time
         before this run's first byte, nor that in which mostly bytes of an earlier one were found.
@@ -114,8 +123,6 @@ class TransferMeter:
                 self._sampled_bytes = fresh
                 self._sampled_since = self._clock() if self._sampled_since is None else self._sampled_since
             self._task.completed = self.done_bytes
-        if description is not None:
-            self._progress.update(self._task_id, description=description)
 
     @property
     def rate(self) -> float:
@@ -159,6 +166,47 @@ class TransferMeter:
         return (
             f"{verb}: resuming, {format_file_size(self.kept_bytes)} of {format_file_size(self.total_bytes)} are there\n"
         )
+
+    def render_bar(self, columns: int, held: int) -> Text:
+        """Render what a terminal of so many columns shows in one line.
+
+        Where it is too narrow, parts go in this order: memory, bytes of an earlier run, place, files, amount, bar, and
+        the rate. The percentage and the time left stay.
+        """
+        share = format_percent(self.done_bytes, self.total_bytes) if self.total_bytes else ""
+        amount = f" of {format_file_size(self.total_bytes)}" if self.total_bytes else ""
+        left, rate = self.seconds_left, f"{format_file_size(self.rate)}/s" if self.rate else ""
+        parts = {
+            "phase": self.phase or ("" if self.total_bytes or self.done_bytes else "reading headers"),
+            "bar": "",
+            "share": share,
+            "left": f"{format_duration(left)} left" if left is not None else "",
+            "rate": rate,
+            "amount": f"{format_file_size(self.done_bytes)}{amount}" if self.done_bytes or amount else "",
+            "files": f"{self.files_done:,}/{self.files:,} files" if self.files else "",
+            "place": self.place,
+            "kept": f"{format_file_size(self.kept_bytes)} were there" if self.kept_bytes else "",
+            "held": format_memory_size(held) if held else "",
+        }
+        room, shown = columns, dict[str, Text]()
+        for name in ("share", "left", "phase", "rate", "bar", "amount", "files", "place", "kept", "held"):
+            free = room - (len(_GAP) if shown else 0)
+            fitted = self._fit_part(name, parts[name], free)
+            if fitted.cell_len:
+                shown[name] = fitted
+                room = free - fitted.cell_len
+        return Text(_GAP, no_wrap=True).join(shown[name] for name in parts if name in shown)
+
+    def _fit_part(self, name: str, text: str, free: int) -> Text:
+        """Return a part in at most `free` columns: names are cut short, the bar is narrowed, numbers are left out."""
+        if name == "bar":
+            size = min(free, _MAX_BAR_COLUMNS) if self.total_bytes and free >= _MIN_BAR_COLUMNS else 0
+            full = size * min(self.done_bytes, self.total_bytes) // (self.total_bytes or 1)
+            return Text.assemble(("━" * full, "bar.complete"), ("━" * (size - full), "bar.back"))
+        fitted = Text(text, style=_BAR_STYLES.get(name, ""))
+        if name in {"phase", "place"} and free >= _MIN_NAME_COLUMNS:
+            fitted.truncate(free, overflow="ellipsis")
+        return fitted if fitted.cell_len <= free else Text()
 
     def format_line(self, verb: str, held: int) -> str:
         """Format all of it in one plain line; `held` is the memory in use in bytes, 0 if not known."""

@@ -193,6 +193,7 @@ class ProgressDocument(TypedDict):
 
     schema: str
     status: Literal["running"]
+    phase: str
     done_bytes: int
     total_bytes: int
     kept_bytes: int

@@ -215,22 +215,23 @@ class _TaskReporter:
 
     def __init__(self, number: int, board: Any) -> None:  # noqa: ANN401 - an actor
         self._number, self._board = number, board
-        self._bytes, self._last = 0, 0.0
+        self._bytes, self._last, self._phase = 0, 0.0, ""
         self._files: list[str] = []
         self._lock = threading.Lock()
 
     def warn(self, messages: Sequence[str]) -> None:
         """Do nothing: the driver says it."""
 
-    def begin(self, total_bytes: int, files: int = 0, phase: str = "") -> None:
-        """Do nothing: the driver knows."""
+    def begin(self, total_bytes: int, files: int = 0, phase: str = "") -> None:  # noqa: ARG002 - the driver has them
+        """Note the phase: the driver knows the size of the one without a name."""
+        self._phase = phase
 
     def work_on(self, place: str) -> None:
         """Do nothing: tasks work on many files at once."""
 
     def advance(self, nbytes: int, *, kept: bool = False) -> None:  # noqa: ARG002 - both are in place
         with self._lock:
-            self._bytes += nbytes
+            self._bytes += 0 if self._phase else nbytes
             due = time.monotonic() - self._last > _REPORT_INTERVAL_SECONDS
         if due:
             self.tell()

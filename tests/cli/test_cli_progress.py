@@ -1,5 +1,8 @@
+import io
 import json
 import time
+
+from rich.console import Console
 
 from shardctl.cli import progress
 from shardctl.report.meter import TransferMeter
@@ -179,6 +182,91 @@ def test_time_in_which_bytes_of_an_earlier_run_are_found_is_none_of_the_rest():
     assert meter.seconds_left == (1000 - 610) / 40
 
 
+def test_the_bar_fits_one_line_and_keeps_the_time_left():
+    """At 80 columns it took two lines, and the time left was cut to `0:0...`."""
+    clock = Clock()
+    meter = TransferMeter(clock=clock)
+    assert meter.render_bar(60, 1 << 30).plain == "reading headers  1.00 GiB"
+    meter.begin(2_900_000_000_000, 1_204, phase="re-checking")
+    meter.advance(700_000_000_000, kept=True)
+    meter.place = "some/folder/model-00002-of-01204.safetensors"
+    for _ in range(7):
+        meter.advance(123_456_789)
+        meter.sample()
+        clock.now += 0.5
+    meter.finish_file()
+    phase, left, rate = "re-checking", "2:28:27 left", "246.9 MB/s"
+    meter._sampled_since -= 2
+    for columns in range(1, 240):
+        line = meter.render_bar(columns, 3 << 30)
+        assert line.cell_len <= columns
+        assert "0:0..." not in line.plain
+        if columns >= 48:
+            assert all(each in line.plain for each in (phase, "24 %", left, rate)), (columns, line.plain)
+    lines = {columns: meter.render_bar(columns, 3 << 30).plain for columns in (60, 80, 120)}
+    bar, place = "━" * 16, "some/folder/model-000…"
+    assert lines[60] == f"{phase}  {'━' * 15}  24 %  {left}  {rate}"
+    assert lines[80] == f"{phase}  {bar}  24 %  {left}  {rate}  1/1,204 files"
+    assert lines[120] == f"{phase}  {bar}  24 %  {left}  {rate}  700.9 GB of 2.9 TB  1/1,204 files  {place}"
+    shown = Console(width=60, file=io.StringIO(), color_system=None)
+    shown.print(meter.render_bar(60, 0))
+    assert shown.file.getvalue().count("\n") == 1
+
+
+def test_a_terminal_shows_one_line_at_any_width(monkeypatch):
+    monkeypatch.setattr(progress, "measure_held_memory", lambda: 3 << 30)
+    for columns in (60, 80, 120):
+        screen = io.StringIO()
+        console = Console(file=screen, force_terminal=True, width=columns, color_system=None)
+        view = progress._TerminalBar("reshard", console)
+        view.meter.begin(9_000_000_000, 12)
+        view.meter.place = "model-00001-of-00012.safetensors"
+        view.meter.advance(4_000_000_000)
+        view._live.refresh()
+        view.close()
+        assert "44 %" in screen.getvalue()
+        assert screen.getvalue().count("\x1b[1A") == 1, "the one line that was drawn is cleared"
+
+
+def test_what_an_interrupted_run_wrote_is_checked_in_a_phase_of_its_own(tmp_path):
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    import shardctl
+    from shardctl.base.errors import Interrupted
+
+    (tmp_path / "source").mkdir()
+    save_file({f"w{i}": np.full((300_000,), i, np.float32) for i in range(40)}, tmp_path / "source/model.safetensors")
+    seen = []
+
+    def stop_midway(update):
+        seen.append(update)
+        if update.done_bytes > update.total_bytes // 2 and not update.phase:
+            raise Interrupted("stopped by the test", signal=2)
+
+    def convert(callback):
+        return shardctl.reshard(tmp_path / "source", tmp_path / "out", dtype="bf16", threads=1, progress=callback)
+
+    try:
+        convert(stop_midway)
+    except Interrupted:
+        pass
+    else:
+        raise AssertionError("the first run was to stop")
+    assert {update.phase for update in seen} == {""}
+    seen.clear()
+    convert(seen.append)
+    phases = list(dict.fromkeys(update.phase for update in seen))
+    assert phases == ["re-checking", ""]
+    checked = [update for update in seen if update.phase]
+    moved = [update for update in seen if not update.phase]
+    assert checked[-1].total_bytes > 0
+    assert checked[-1].kept_bytes == checked[-1].files == 0
+    assert moved[-1].kept_bytes == checked[-1].total_bytes, "all of it was intact"
+    assert moved[-1].done_bytes == moved[-1].total_bytes > moved[-1].kept_bytes
+    assert moved[-1].files_done == moved[-1].files == 1
+
+
 def test_verify_and_digest_say_phase_share_and_file(monkeypatch, say, tmp_path):
     import numpy as np
     from safetensors.numpy import save_file
@@ -218,7 +306,7 @@ def test_lines_and_records_come_while_the_work_goes_on(monkeypatch, capfd):
                 wait_for(stream, text)
     records = [json.loads(line) for line in said["out"].splitlines()]
     assert set(records[0]) == {
-        *("schema", "status", "done_bytes", "total_bytes", "kept_bytes", "files_done", "files", "rate_bytes"),
+        *("schema", "status", "phase", "done_bytes", "total_bytes", "kept_bytes", "files_done", "files", "rate_bytes"),
         *("seconds_left", "held_bytes"),
     }
     assert (records[0]["status"], records[-1]["done_bytes"]) == ("running", 100)

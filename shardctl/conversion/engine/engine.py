@@ -61,6 +61,10 @@ GAP: Final = 32 << 10
 """Where a worker wants some columns of a matrix, so many bytes between two rows of them are read along: each row by
 itself would be a call and, on a cold file, a small read from the disk, which takes longer than this many bytes."""
 
+RECHECK_PHASE: Final = "re-checking"
+"""The phase of progress in which the output of an interrupted run is read again. Its rate is that of reading one file
+system, so it says nothing about the copy that follows."""
+
 
 @state_class
 class CopyOutcome:
@@ -128,6 +132,8 @@ def execute_plan(
     run.prepare()
     stop = StopRequest() if stop is None else stop
     try:
+        run.recheck(stop)
+        run.begin_moving()
         run_in_threads(run.tasks(), run.worker, budget.threads, stop)
     finally:
         run.flush_journal()
@@ -164,6 +170,8 @@ class _CopyRun:
         self._tracker, self._sharer = tracker, sharer
         self._lock = threading.Lock()
         self._numbers = count()
+        self._changed: set[Key] = set()
+        """Bands in the journal that are not as an earlier run wrote them, so that they are moved again."""
         self._missing = _count_payload_bytes(plan)
         self._unsynced: set[str] = set()
         self._unjournalled: list[tuple[Key, JournalEntry]] = []
@@ -175,21 +183,48 @@ class _CopyRun:
         self.outcome = CopyOutcome()
 
     def prepare(self) -> None:
-        files = self._plan.want.files
-        self._progress.begin(sum(file.size for file in files.values()), len(files))
-        for path, file in files.items():
+        for path, file in self._plan.want.files.items():
             self._target.create(path, file.size)
             for offset, data in file.literals:
                 self._target.write_at(path, offset, data)
-                self._progress.advance(len(data))
-        for path, missing in self._missing.items():
-            if not missing:
-                self._complete_file(path)
         copies = ((copy, ChunkIndex(copy.reads)) for copy in self._plan.copies)
         self._provenance.expect((reads, each.box) for copy, reads in copies for each in self._portions_of(copy))
 
+    def recheck(self, stop: StopRequest) -> None:
+        """Compare what an earlier run wrote with its journal, in a phase of progress of its own."""
+        if self._journal is None or not len(self._journal):
+            return
+        size = sum(BandMover.output_bytes(task).total() for task in self._list_journalled())
+        self._progress.begin(size, phase=RECHECK_PHASE)
+        run_in_threads(self._list_journalled(), self._rechecker, self._budget.threads, stop)
+        self._numbers = count()
+
+    def begin_moving(self) -> None:
+        """Begin the phase in which bands are moved, with what is in place already."""
+        files = self._plan.want.files
+        self._progress.begin(sum(file.size for file in files.values()), len(files))
+        self._progress.advance(sum(len(data) for file in files.values() for _, data in file.literals))
+        if self.outcome.kept_bytes:
+            self._progress.advance(self.outcome.kept_bytes, kept=True)
+        for path, missing in self._missing.items():
+            if not missing:
+                self._complete_file(path)
+
     def tasks(self) -> Iterator[BandTask | TensorRun]:
-        """Yield every band of every tensor, and runs of small tensors, in the order of the source's bytes."""
+        """Yield what is to be moved: bands of tensors and runs of small tensors, in the order of the source's bytes."""
+        for task in self._list_tasks():
+            if isinstance(task, TensorRun) or not self._is_journalled(task) or task.key in self._changed:
+                yield task
+
+    def _list_journalled(self) -> Iterator[BandTask]:
+        for task in self._list_tasks():
+            if isinstance(task, BandTask) and self._is_journalled(task):
+                yield task
+
+    def _is_journalled(self, task: BandTask) -> bool:
+        return self._journal is not None and task.key in self._journal
+
+    def _list_tasks(self) -> Iterator[BandTask | TensorRun]:
         places = ((self._locate_small_copy(copy), copy.source.nbytes) for copy in self._plan.copies)
         for run in split_runs(places, self._budget.block):
             if run.size:
@@ -219,12 +254,33 @@ class _CopyRun:
     def _portions_of(self, copy: TensorCopy) -> tuple[WorkerPortion, ...]:
         return self._portions.get(copy.source.name) or (WorkerPortion(Box.whole(copy.source.shape), counted=True),)
 
-    def worker(self) -> Callable[[BandTask | TensorRun], None]:
-        """Return one thread's way of handling a band: keep it if an earlier run left it intact, else move it."""
+    def _build_mover(self) -> BandMover:
         with self._lock:
             sharer = self._sharer() if self._sharer is not None else None
-            gap = GAP if self._portions else 0
-            hands = BandMover(self._budget, next(self._numbers), gap, self._target, sharer)
+            return BandMover(self._budget, next(self._numbers), GAP if self._portions else 0, self._target, sharer)
+
+    def _rechecker(self) -> Callable[[BandTask], None]:
+        """Return one thread's way of checking a band that an earlier run wrote."""
+        hands = self._build_mover()
+
+        def handle(task: BandTask) -> None:
+            self._progress.work_on(first_byte(task.copy.target)[0])
+            kept, written = self._find_kept(task, hands), hands.output_bytes(task)
+            if kept is None:
+                with self._lock:
+                    self._changed.add(task.key)
+            else:
+                entry, again = kept
+                if self._tracker is not None:
+                    self._tracker.add_pieces(entry.crcs)
+                self._record_band(task, entry, written, kept=True, again=again)
+            self._progress.advance(written.total())
+
+        return handle
+
+    def worker(self) -> Callable[[BandTask | TensorRun], None]:
+        """Return one thread's way of moving a band."""
+        hands = self._build_mover()
         tracker = self._tracker
         reader = CrcReader(self._source.read_at, tracker, keep=True) if tracker is not None else None
 
@@ -237,20 +293,13 @@ class _CopyRun:
                 self._record_run(task, copies, sums, hands.written)
                 return
             self._progress.work_on(first_byte(task.copy.source)[0])
-            kept = self._find_kept(task, hands)
-            if kept is not None:
-                entry, again = kept
-                if tracker is not None:
-                    tracker.add_pieces(entry.crcs)
-                self._record_band(task, entry, hands.output_bytes(task), kept=True, again=again)
-            else:
-                moved = hands.move(task, reader or self._source)
-                if self._take_overflow is not None:
-                    moved = moved._replace(overflowed=moved.overflowed + self._take_overflow())
-                self._count_shared(hands.take_shared())
-                if reader is not None:
-                    moved = moved._replace(crcs=reader.take_pieces())
-                self._record_band(task, moved, hands.written)
+            moved = hands.move(task, reader or self._source)
+            if self._take_overflow is not None:
+                moved = moved._replace(overflowed=moved.overflowed + self._take_overflow())
+            self._count_shared(hands.take_shared())
+            if reader is not None:
+                moved = moved._replace(crcs=reader.take_pieces())
+            self._record_band(task, moved, hands.written)
 
         return handle
 
@@ -292,7 +341,10 @@ class _CopyRun:
                 self.outcome.overflowed[name] = self.outcome.overflowed.get(name, 0) + entry.overflowed
             rows = [(task.key, entry)] if again or not kept else []
             done, batch = self._count_written(rows, written, kept=kept)
-        self._report_progress(done, batch, written.total(), kept=kept)
+        if kept:
+            self._commit_batch(*batch)  # the phase that follows counts its bytes and its files
+        else:
+            self._report_progress(done, batch, written.total())
         if entry.overflowed and self._refuse_overflow:
             raise build_overflow_error(name, entry.overflowed, task.copy.target.dtype)
 
@@ -329,8 +381,8 @@ class _CopyRun:
         self._unsynced_bytes += written.total()
         return done, self._take() if self._unsynced_bytes >= SYNC_BYTES else ([], [])
 
-    def _report_progress(self, done: list[str], batch: _Batch, nbytes: int, *, kept: bool = False) -> None:
-        self._progress.advance(nbytes, kept=kept)
+    def _report_progress(self, done: list[str], batch: _Batch, nbytes: int) -> None:
+        self._progress.advance(nbytes)
         self._commit_batch(*batch)
         for path in done:
             self._complete_file(path)

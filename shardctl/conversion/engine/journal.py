@@ -160,6 +160,10 @@ class BandJournal:
         self._keys, self._places = np.array(keys)[order], np.array(places)[order]
         self.proved = frozenset(proved)
 
+    def __contains__(self, key: Key) -> bool:
+        """Return whether a line of an earlier run with the same header is about a band."""
+        return self._find_place(key) is not None
+
     def find(self, key: Key) -> JournalEntry | None:
         """Return what an earlier run with the same header finished of a band; the last line about it counts."""
         place = self._find_place(key)
