@@ -205,6 +205,9 @@ def test_what_is_no_answer_of_http(answer, error, message):
             with connection:
                 connection.recv(1 << 16)
                 connection.sendall(answer)
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(1 << 16):  # what is unread when it closes resets the connection: no answer comes
+                    pass
 
         threading.Thread(target=serve, daemon=True).start()
         with pytest.raises(error, match=message):
