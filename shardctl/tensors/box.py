@@ -21,10 +21,15 @@ if TYPE_CHECKING:
 
 @value_class
 class Box:
-    """A half-open rectangular region: `origin` included, `origin + shape` excluded.
+    """A half-open rectangular region of a tensor, in elements: `origin` included, `origin + shape` excluded.
 
-    >>> Box((0, 2), (4, 3)).stop
-    (4, 5)
+    Raises ValueError if origin and shape differ in rank, or if a number is negative.
+
+    >>> box = Box((0, 2), (4, 3))
+    >>> box.stop, box.size
+    ((4, 5), 12)
+    >>> print(box.intersect(Box((2, 0), (4, 4))))
+    [2:4, 2:4]
     """
 
     origin: tuple[int, ...]

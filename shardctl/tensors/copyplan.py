@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @value_class
 class TensorCopy:
-    """How one global tensor gets from where it is to where it is wanted."""
+    """How one global tensor gets from where it is to where it is wanted; made by `join_manifests`."""
 
     source: Tensor
     target: Tensor
@@ -56,7 +56,20 @@ class TensorCopy:
 
 @value_class
 class CopyPlan:
-    """Everything that must be copied to turn one manifest into another."""
+    """Everything that must be copied to turn one manifest into another; made by `join_manifests`, which raises.
+
+    >>> from shardctl.base.dtype import BY_NAME
+    >>> from shardctl.tensors.manifest import CheckpointFile, Chunk, Manifest, Region, Tensor
+    >>> def store(file: str, start: int, stop: int, offset: int) -> Chunk:
+    ...     return Chunk(Box((start,), (stop - start,)), BY_NAME["F32"], Region(file, offset, (4,)))
+    >>> def build(format: str, *chunks: Chunk) -> Manifest:
+    ...     files = {chunk.where.file: CheckpointFile(chunk.where.file, 24) for chunk in chunks}
+    ...     return Manifest(format, {"w": Tensor("w", BY_NAME["F32"], (4,), chunks)}, files)
+    >>> whole, halves = build("safetensors", store("a", 0, 4, 8)), [store("r0", 0, 2, 8), store("r1", 2, 4, 8)]
+    >>> plan = join_manifests(whole, build("ranks", *halves))
+    >>> plan.read_bytes, [(str(chunk.box), chunk.where.offset) for chunk in plan.copies[0].reads]
+    (16, [('[0:2]', 8), ('[2:4]', 16)])
+    """
 
     have: Manifest
     want: Manifest

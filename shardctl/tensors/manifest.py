@@ -35,9 +35,13 @@ GAMMA_LESS_ONE: Final = "gamma-1"
 
 @value_class
 class Region:
-    """Where the elements of a box lie.
+    """Where the elements of a box lie in a file.
 
-    Strides alone express permuted storage, steps, stacked and interleaved arrays, so boxes stay unit boxes.
+    Strides alone express permuted storage, steps, stacked and interleaved arrays, so boxes stay unit boxes. Nothing is
+    checked here: readers raise SourceError for regions that leave their file.
+
+    >>> Region("model.safetensors", 128, (2, 6))  # a transposed bf16 matrix of 3 columns: neighbours of dim 0 touch
+    Region(file='model.safetensors', offset=128, strides=(2, 6))
     """
 
     file: str
@@ -58,7 +62,14 @@ class ConstantFill:
 
 @value_class
 class Chunk:
-    """A stored box of a global tensor."""
+    """A stored box of a global tensor, or a box that is to be stored.
+
+    >>> from shardctl.base.dtype import BY_NAME
+    >>> from shardctl.tensors.box import Box
+    >>> chunk = Chunk(Box((4, 0), (4, 8)), BY_NAME["BF16"], Region("rank-1.safetensors", 64, (16, 2)), "w")
+    >>> print(chunk.box, "at byte", chunk.where.offset)  # rows 4 to 7 of w, dense
+    [4:8, 0:8] at byte 64
+    """
 
     box: Box
     """Which elements, in the global tensor's index space."""
@@ -81,7 +92,18 @@ class Chunk:
 
 @value_class
 class Tensor:
-    """A global tensor, and everywhere it is stored; a replica is one more chunk over the same box."""
+    """A global tensor, and everywhere it is stored; a replica is one more chunk over the same box.
+
+    That chunks cover the tensor is checked where a plan is made (`join_manifests`).
+
+    >>> from shardctl.base.dtype import BY_NAME
+    >>> from shardctl.tensors.box import Box
+    >>> bf16 = BY_NAME["BF16"]
+    >>> halves = [Chunk(Box((4 * n, 0), (4, 8)), bf16, Region(f"rank-{n}", 64, (16, 2))) for n in range(2)]
+    >>> tensor = Tensor("w", bf16, (8, 8), tuple(halves))
+    >>> tensor.size, tensor.nbytes, tensor.files
+    (64, 128, ('rank-0', 'rank-1'))
+    """
 
     name: str
     """The canonical name: the family's Hub schema, the first name of a tie; else the stored name."""
@@ -127,7 +149,11 @@ def first_byte(tensor: Tensor) -> tuple[str, int]:
 
 @value_class
 class CheckpointFile:
-    """A file of a checkpoint."""
+    """A file of a checkpoint: of a source, or yet to be written.
+
+    >>> CheckpointFile("a.safetensors", 32, literals=((0, b"header"),), blanks=((6, 10),)).size  # 16 bytes of tensors
+    32
+    """
 
     path: str
     size: int
@@ -203,7 +229,11 @@ class ParameterGroup:
 
 @value_class
 class TrainingState:
-    """The part of a checkpoint that only a trainer needs."""
+    """The part of a checkpoint that only a trainer needs: optimizer states, the step, and parameter groups.
+
+    >>> TrainingState(writer="torch 2.13", ranks=8, step=1000).unreadable
+    ''
+    """
 
     writer: str = ""
     """The library that wrote it, with its version where the files tell."""
@@ -226,7 +256,19 @@ class TrainingState:
 
 @value_class
 class Manifest:
-    """All tensors, files and opaque objects of a checkpoint; a source and a target are the same type."""
+    """All tensors, files and opaque objects of a checkpoint; a source and a target are the same type.
+
+    >>> from shardctl.base.dtype import BY_NAME
+    >>> from shardctl.tensors.box import Box
+    >>> chunk = Chunk(Box((0,), (4,)), BY_NAME["F32"], Region("a", 8, (4,)))
+    >>> manifest = Manifest(
+    ...     "safetensors",
+    ...     {"w": Tensor("w", BY_NAME["F32"], (4,), (chunk,))},
+    ...     {"a": CheckpointFile("a", 24)},
+    ... )
+    >>> manifest.nbytes
+    16
+    """
 
     format: str
     """The container (source) or layout (target), such as `safetensors` or `ranks`."""
@@ -271,6 +313,7 @@ def compute_dense_strides(dtype: DType, shape: Sequence[int]) -> tuple[int, ...]
     """Compute byte strides of a row-major array of `shape` elements.
 
     >>> from shardctl.base.dtype import BY_NAME
+    >>> from shardctl.tensors.box import Box
     >>> compute_dense_strides(BY_NAME["F32"], (2, 3))
     (12, 4)
     """

@@ -35,7 +35,10 @@ _WEIGHT_SHARDING_AXES: Final = ("pp", "fsdp", "tp", *EXPERT_AXES, EXPERT_FSDP)
 
 @value_class
 class Mesh:
-    """A product of named axes.
+    """A product of named axes, of which the last one varies fastest from rank to rank.
+
+    Raises UsageError for an unknown axis, a degree below 1, too many ranks, or an ep that the ranks of a stage do not
+    hold.
 
     >>> mesh = Mesh.of(pp=2, tp=2)
     >>> mesh.world, mesh.coordinate(3)["pp"], str(mesh)

@@ -67,7 +67,16 @@ class GroupMember:
 
 @value_class
 class PartitionSpec:
-    """How one tensor is cut and on which stage it lives; a partition spec with units."""
+    """How one tensor is cut and on which stage it lives; a partition spec with units.
+
+    `compute_rank_boxes` raises PartitionError where a shape does not divide as the spec asks.
+
+    >>> from shardctl.tensors.mesh import Mesh
+    >>> heads = PartitionSection(size=8, unit=4)  # two heads of four rows
+    >>> spec = PartitionSpec(((AxisPartition("tp", (heads,)),), ()))
+    >>> print(*compute_rank_boxes((8, 3), spec, Mesh.of(tp=2), Mesh.of(tp=2).coordinate(1)))
+    [4:8, 0:3]
+    """
 
     cuts: tuple[tuple[AxisPartition, ...], ...]
     """For each dim, the cuts in the order they are made: a later one divides what the earlier one left."""

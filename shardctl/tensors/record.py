@@ -46,10 +46,11 @@ LEFT_OUT: Final = frozenset({"include", "exclude", "left_out"})
 BASE_ONLY: Final = "base_only"
 """The option of a record that says that the source was a base model, without the head of the config's class."""
 SUBTREE: Final = "subtree"
+"""The option of a record that says below which prefix of the source's names the model was."""
 UNTIED: Final = "untied"
+"""The option of a record that says that a head was stored apart because it differs from the embedding."""
 AVERAGED: Final = "average"
 """The option of a record that says of which checkpoints, with which weights, its own is the sum."""
-"""The option of a record that says below which prefix of the source's names the model was."""
 APPLIED: Final = "apply"
 """The option of a record that names the weight deltas that were applied to the source."""
 RULES_PROOF: Final = "rules_proof"
@@ -148,7 +149,10 @@ class RecordedTensor:
 
 @value_class
 class CheckpointRecord:
-    """Everything `shardctl.json` says."""
+    """Everything `shardctl.json` says of a finished checkpoint.
+
+    `parse_record` raises SourceError for a record that is damaged, sealed wrongly, or of a later schema.
+    """
 
     version: str
     """Of shardctl."""

@@ -27,7 +27,11 @@ class WorkerPortion:
 
 @value_class
 class WorkerShare:
-    """What one worker does."""
+    """What one of several workers does: the files that it writes, and what it reads for them.
+
+    `share_whole_plan` returns the share of a run with one worker: no portions, as every tensor is moved whole. Bytes
+    that lie between wanted ones and are read along are not counted by `read_bytes`.
+    """
 
     plan: CopyPlan
     """The whole plan, without what other workers write."""

@@ -44,7 +44,16 @@ class ModelTensor:
 
 @value_class
 class Model:
-    """What a checkpoint of this class contains."""
+    """What a checkpoint of this class contains: every tensor's name, shape and placement, and its other names.
+
+    Made by `describe_model`, which raises UnsupportedError for a config that no table, rule file or library knows.
+
+    >>> from shardctl.models.describe import describe_model
+    >>> sizes = {"hidden_size": 8, "intermediate_size": 16, "vocab_size": 32, "num_attention_heads": 2}
+    >>> model = describe_model({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, **sizes})
+    >>> model.layers, model.tensors["model.layers.1.mlp.up_proj.weight"].shape
+    (2, (16, 8))
+    """
 
     family: str
     """The family's name, or empty for a model that only a rule file describes."""
