@@ -66,9 +66,9 @@ class CopyPlan:
     ...     files = {chunk.where.file: CheckpointFile(chunk.where.file, 24) for chunk in chunks}
     ...     return Manifest(format, {"w": Tensor("w", BY_NAME["F32"], (4,), chunks)}, files)
     >>> whole, halves = build("safetensors", store("a", 0, 4, 8)), [store("r0", 0, 2, 8), store("r1", 2, 4, 8)]
-    >>> plan = join_manifests(whole, build("ranks", *halves))
-    >>> plan.read_bytes, [(str(chunk.box), chunk.where.offset) for chunk in plan.copies[0].reads]
-    (16, [('[0:2]', 8), ('[2:4]', 16)])
+    >>> plan = join_manifests(build("ranks", *halves), whole)
+    >>> plan.read_bytes, [(str(chunk.box), chunk.where.file) for chunk in plan.copies[0].reads]
+    (16, [('[0:2]', 'r0'), ('[2:4]', 'r1')])
     """
 
     have: Manifest
