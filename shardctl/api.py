@@ -1088,6 +1088,9 @@ def inspect(
     # options: python docs/python_api.py writes these
     tensors: bool = False,
     show_rules: bool = False,
+    stats: bool = False,
+    memory: int | str = "1GiB",
+    threads: int | None = None,
     config: str | Path | None = None,
     rules: str | Path | None = None,
     rules_from: Literal["transformers", "names", "none"] | None = None,
@@ -1103,9 +1106,10 @@ def inspect(
     strict: bool = False,
     allow_unverified: bool = False,
     # end of options
+    progress: bool | Callable[[ProgressUpdate], object] | ProgressWatcher | None = None,
     source_options: SourceOptions | None = None,
 ) -> InspectResult:
-    """Describe a checkpoint from its headers: format, layout, model, types, ties and tensors.
+    """Describe a checkpoint from its headers: format, layout, model, types, ties and tensors; on request, its values.
 
     Example:
         found = shardctl.inspect("llama")
@@ -1114,11 +1118,19 @@ def inspect(
     Arguments:
         path: The checkpoint, or a config.json alone: a path, owner/name[@revision] on the Hub, or an address.
         inspect_options: Options as an object, until the next release.
+        progress: With stats, True shows a bar on stderr; a callable gets a ProgressUpdate at each phase and file, and
+            up to ten times a second, from one thread at a time; what it raises ends the run. Default: False.
         source_options: Options of the source as an object, until the next release.
 
     Options:
         tensors: List every tensor in the text and the JSON of the result.
         show_rules: List the rules in force in the text and the JSON of the result; derived ones as a rule file.
+        stats: Read every value, and print norm, mean, largest absolute value, zeros, NaN and infinities per layer, and
+            with tensors per tensor.
+
+    Effort:
+        memory: Maximum host memory to use. Default: 1GiB.
+        threads: Number of threads. Default: one more than there are cores, at most eight.
 
     Source:
         config: The model's config.json, its directory, or owner/name on the Hub.
@@ -1151,7 +1163,8 @@ def inspect(
     """
     keywords = OptionKeywords(locals(), InspectOptions, SourceOptions)
     options = keywords.make(InspectOptions)
-    found = _inspect(path, options, source_options=keywords.make(SourceOptions))
+    with _watch_effort("inspect", options.threads, progress, None) as work:
+        found = _inspect(path, options, source_options=keywords.make(SourceOptions), effort=work)
     return replace(found, show_tensors=check_argument("tensors", bool, tensors), show_rules=options.show_rules)
 
 

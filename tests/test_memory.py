@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -73,7 +74,7 @@ def measured(*args, verb="reshard"):
     said, _ = child.communicate(timeout=300)
     over.set()
     watcher.join()
-    return Measured(child.returncode, peak, json.loads(said if verb == "digest" else said.splitlines()[-1]))
+    return Measured(child.returncode, peak, json.loads(said.splitlines()[-1] if verb == "reshard" else said))
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +179,19 @@ def test_a_digest_fits_what_is_allowed_whatever_is_large(large, tmp_path):
     run = measured(make_many(tmp_path / "many", 40_000), "--memory", "112MiB", "--tensors", verb="digest")
     assert run.code == 0
     assert run.peak < 112 * MIB
+
+
+@linux
+def test_statistics_of_values_fit_what_is_allowed_whatever_is_large(tmp_path):
+    encoded = encode_header([("large", BY_NAME["BF16"], (1 << 13, 1 << 12))], {"format": "pt"})
+    (tmp_path / "large.safetensors").write_bytes(encoded.header)
+    os.truncate(tmp_path / "large.safetensors", encoded.size)  # 64 MiB of zeros, without writing them
+    many = make_many(tmp_path / "many", 6_000)
+    for source, limit in ((tmp_path / "large.safetensors", 64), (many, 80)):
+        run = measured(source, "--stats", "--memory", f"{limit}MiB", "--threads", 4, verb="inspect")
+        assert run.code == 0
+        assert run.peak < limit * MIB
+        assert run.last["statistics"]["total"]["zeros"] == run.last["parameters"]
 
 
 @linux

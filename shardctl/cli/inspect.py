@@ -7,7 +7,7 @@ from shardctl.cli.signature import OmittedOptions
 from shardctl.options import InspectOptions, SourceOptions
 from shardctl.options.declaration import CommandOption, HelpPanel
 
-COMMON = ("--tensors", "--show-rules", "--json", "--from", "--config", "--rules")
+COMMON = ("--tensors", "--show-rules", "--stats", "--json", "--from", "--config", "--rules")
 """What -h and --help show."""
 PAGE = "docs/guide.md"
 """Where it is explained."""
@@ -16,6 +16,7 @@ EXAMPLES = """
 Examples:
   shardctl inspect ./llama
   shardctl inspect ./model.safetensors --tensors --json
+  shardctl inspect ./llama --stats --memory 256MiB
 """
 
 
@@ -27,16 +28,23 @@ def inspect(
     json: arguments.Json = False,
     source_options: Annotated[SourceOptions, OmittedOptions({"kv_heads"})],
 ) -> None:
-    """Show the format, layout, model, types and ties of a checkpoint. Reads headers only."""
+    """Show the format, layout, model, types and ties of a checkpoint. Reads headers only, unless --stats is given."""
     from shardctl.report import documents
     from shardctl.report.inspection import render_inspection
     from shardctl.verbs.inspect import inspect as verb
 
-    found, rules = verb(src, inspect_options, source_options=source_options), inspect_options.show_rules
+    rules = inspect_options.show_rules
+    if inspect_options.stats:
+        from shardctl.cli.progress import watch_effort
+
+        with watch_effort("inspect", inspect_options.threads) as work:
+            found = verb(src, inspect_options, source_options=source_options, effort=work)
+    else:
+        found = verb(src, inspect_options, source_options=source_options)
     streams.print_warnings(found.warnings)
     if json:
         streams.print_document(documents.build_inspect_document(found, tensors=tensors, rules=rules))
-    elif found.derivation is not None and not tensors:
+    elif found.derivation is not None and not tensors and found.statistics is None:
         from shardctl.models.derived import format_rule_file
 
         streams.print_text(format_rule_file(found.derivation))

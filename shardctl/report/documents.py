@@ -24,11 +24,12 @@ if TYPE_CHECKING:
     from shardctl.verbs.diff import DiffResult, TensorChange
     from shardctl.verbs.digest import DigestResult
     from shardctl.verbs.finish import FinishResult
-    from shardctl.verbs.inspect import InspectResult
+    from shardctl.verbs.inspect import CheckpointStatistics, InspectResult
     from shardctl.verbs.reshard import ReshardResult
     from shardctl.verify.consumer import ConsumerVerdict
     from shardctl.verify.forward_result import ForwardResult
     from shardctl.verify.level import LevelResult, VerifyResult
+    from shardctl.verify.value_statistics import ValueStatistics
 
 Document = dict[str, Any]
 
@@ -107,10 +108,31 @@ def build_inspect_document(found: InspectResult, *, tensors: bool = False, rules
             }
             for line in found.tensors
         ]
+    if found.statistics is not None:
+        document["statistics"] = _build_statistics_document(found.statistics)
     if rules:
         document["rules"] = [asdict(rule) for rule in found.rules]
         document["derivation"] = _build_derivation_document(found.derivation) if found.derivation is not None else None
     return document
+
+
+def _build_statistics_document(found: CheckpointStatistics) -> Document:
+    """Build what the values of a checkpoint are; null is a norm that no float64 holds."""
+    return {
+        "total": _build_value_fields(found.total),
+        "layers": [
+            {"name": each.name, "tensors": each.tensors} | _build_value_fields(each.values) for each in found.layers
+        ],
+        "tensors": [
+            {"name": each.name, "dtype": each.dtype, "values": _build_value_fields(each.values) or None}
+            for each in found.tensors
+        ],
+        "notes": list(found.notes),
+    }
+
+
+def _build_value_fields(values: ValueStatistics | None) -> Document:
+    return {} if values is None else {name: _as_finite(value) for name, value in asdict(values).items()}
 
 
 def build_progress_document(meter: TransferMeter) -> Document:

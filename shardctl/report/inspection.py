@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from shardctl.checkpoint.pipeline_parts import PipelinePart
     from shardctl.models import RuleRow
     from shardctl.models.names.extra_names import ExtraTensor
-    from shardctl.verbs.inspect import InspectResult, ModelSubtree, TensorLine, TrainingLine
+    from shardctl.verbs.inspect import CheckpointStatistics, InspectResult, ModelSubtree, TensorLine, TrainingLine
+    from shardctl.verify.value_statistics import ValueStatistics
 
 _FILES_SHOWN = 8
 _EXTRA_SHOWN = 50
@@ -35,6 +36,8 @@ def render_inspection(found: InspectResult, *, tensors: bool = False, rules: boo
         render_line(found.path),
         render_table(list_inspection_facts(found), indent=2),
     ]
+    if found.statistics is not None:
+        parts += ["", *_render_statistics(found.statistics, tensors=tensors)]
     if tensors:
         parts += ["", _render_tensors(found.tensors)]
     if rules:
@@ -165,6 +168,41 @@ def _render_tensors(lines: Iterable[TensorLine]) -> RenderableType:
             (tensor.dtype, str(list(tensor.shape)), format_file_size(tensor.nbytes), f"{tensor.name}{ties}{stored}")
         )
     return render_table(rows, right=frozenset({2}))
+
+
+def _render_statistics(found: CheckpointStatistics, *, tensors: bool) -> list[RenderableType]:
+    """Render what the values are: a row for each layer and for the whole, on request one for each tensor."""
+    heads = ("elements", "norm", "mean", "largest", "zeros", "NaN", "inf")
+    rows = [
+        (*heads, "layer"),
+        *((*_format_statistics(layer.values), layer.name) for layer in found.layers),
+        (*_format_statistics(found.total), "all"),
+    ]
+    right = frozenset(range(len(heads)))
+    parts: list[RenderableType] = [*map(render_line, found.notes), render_table(rows, right=right)]
+    if not tensors:
+        return [*parts, render_line("--tensors prints them for each tensor")]
+    rows = [
+        (*heads, "dtype", "tensor"),
+        *((*_format_statistics(each.values), each.dtype, each.name) for each in found.tensors),
+    ]
+    # lines of text: a table of 40,000 rows would take 250 MiB, which --memory does not count
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=False)) for row in rows)
+    return [*parts, "", *(render_line(f"{line}  {row[-1]}") for line, row in zip(lines, rows, strict=True))]
+
+
+def _format_statistics(values: ValueStatistics | None) -> tuple[str, ...]:
+    if values is None:
+        return ("",) * 7
+    numbers = (f"{each:.6g}" for each in (values.norm, values.mean, values.largest))
+    return (
+        f"{values.elements:,}",
+        *numbers,
+        f"{values.zeros:,}",
+        f"{values.nans:,}",
+        f"{values.infinities:,}",
+    )
 
 
 def _render_rules(rules: Iterable[RuleRow]) -> RenderableType:

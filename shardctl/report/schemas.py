@@ -154,6 +154,42 @@ DerivationFields = TypedDict("DerivationFields", {"from": list[str], "whole": li
 """Where derived rules come from."""
 
 
+class ValueFields(TypedDict):
+    """What values are. Norm, mean and largest absolute value are those of the finite ones."""
+
+    elements: int
+    norm: float | None
+    mean: float
+    largest: float
+    zeros: int
+    nans: int
+    infinities: int
+
+
+class LayerValueFields(ValueFields):
+    """What the values of a layer are, or of a module outside of layers."""
+
+    name: str
+    tensors: int
+
+
+class TensorValueFields(TypedDict):
+    """What the values of a tensor are; null for packed types of 6 bits."""
+
+    name: str
+    dtype: str
+    values: ValueFields | None
+
+
+class StatisticsFields(TypedDict):
+    """What the values of a checkpoint are, with `--stats`."""
+
+    total: ValueFields
+    layers: list[LayerValueFields]
+    tensors: list[TensorValueFields]
+    notes: list[str]
+
+
 class InspectDocument(DocumentHead):
     """What `inspect --json` prints."""
 
@@ -184,6 +220,7 @@ class InspectDocument(DocumentHead):
     parts: NotRequired[list[PipelinePart]]
     training: NotRequired[TrainingFields]
     tensors: NotRequired[list[TensorFields]]
+    statistics: NotRequired[StatisticsFields]
     rules: NotRequired[list[RuleRow]]
     derivation: NotRequired[DerivationFields | None]
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import tempfile
 from bisect import bisect_right
 from contextlib import contextmanager
@@ -31,7 +30,7 @@ from shardctl.running.forward.lazy_state_dict import StoredTensor, get_torch_typ
 from shardctl.running.load import as_bytes
 from shardctl.running.loaded import collect_arrays, find_array_parts, place_loaded_arrays
 from shardctl.tensors.copyplan import cover_tensor
-from shardctl.tensors.manifest import Region
+from shardctl.tensors.manifest import Region, name_block, sort_naturally
 from shardctl.verify import rank_files
 from shardctl.verify.level import BlockPlacement
 
@@ -55,7 +54,6 @@ _HOST_SHARE: Final = 0.5
 """Share of the available host memory that blocks may take by default: the forward pass also holds the source's block
 and its activations there."""
 _FP32_BYTES: Final = 4
-_NUMBER_PATTERN: Final = re.compile(r"(\d+)")
 
 
 @value_class
@@ -157,7 +155,7 @@ class CheckpointDispatch:
         """
         found = [each.place for each in self.placements if is_cuda_device(each.place)]
         if found:
-            return min(found, key=_sort_naturally)
+            return min(found, key=sort_naturally)
         usable = list_devices(self.verify_options.device or "auto")
         return usable[0]
 
@@ -370,27 +368,12 @@ def _collect_blocks(arrays: Mapping[Array, Chunk], parts: Parts) -> list[Dispatc
     """
     found: dict[str, list[Array]] = {}
     for key in arrays:
-        names = {_name_block(tensor.name) for tensor, _ in parts.get(key, ())} or {_name_block(key[1])}
+        names = {name_block(tensor.name) for tensor, _ in parts.get(key, ())} or {name_block(key[1])}
         found.setdefault(names.pop() if len(names) == 1 else key[1], []).append(key)
     return [
         DispatchedBlock(name, tuple(keys), sum(arrays[k].dtype.nbytes(arrays[k].box.shape) for k in keys))
-        for name, keys in sorted(found.items(), key=lambda item: _sort_naturally(item[0]))
+        for name, keys in sorted(found.items(), key=lambda item: sort_naturally(item[0]))
     ]
-
-
-def _name_block(tensor: str) -> str:
-    """Name the block of a tensor: its path up to the first number, or its module.
-
-    >>> _name_block("model.layers.3.mlp.up_proj.weight"), _name_block("model.norm.weight"), _name_block("wte")
-    ('model.layers.3', 'model.norm', 'wte')
-    """
-    words = tensor.split(".")
-    number = next((at for at, word in enumerate(words) if at and word.isdecimal()), None)
-    return ".".join(words[: number + 1]) if number is not None else ".".join(words[:-1]) or tensor
-
-
-def _sort_naturally(name: str) -> list[tuple[int, int, str]]:
-    return [(1, int(each), "") if each.isdecimal() else (0, 0, each) for each in _NUMBER_PATTERN.split(name)]
 
 
 def _place_blocks(

@@ -10,6 +10,7 @@ Region(file='model.safetensors', offset=80, strides=(16, 4))
 
 from __future__ import annotations
 
+import re
 from dataclasses import field, replace
 from functools import lru_cache
 from math import prod
@@ -372,3 +373,19 @@ def narrow_chunk(chunk: Chunk, box: Box) -> Chunk:
             steps //= per_unit
         offset += steps * stride
     return replace(chunk, box=box, where=replace(chunk.where, offset=offset))
+
+
+def name_block(tensor: str) -> str:
+    """Name the block of a tensor: its path up to the first number, or its module.
+
+    >>> name_block("model.layers.3.mlp.up_proj.weight"), name_block("model.norm.weight"), name_block("wte")
+    ('model.layers.3', 'model.norm', 'wte')
+    """
+    words = tensor.split(".")
+    number = next((at for at, word in enumerate(words) if at and word.isdecimal()), None)
+    return ".".join(words[: number + 1]) if number is not None else ".".join(words[:-1]) or tensor
+
+
+def sort_naturally(name: str) -> list[tuple[int, int, str]]:
+    """Return a key that sorts names as people do: layer 2 before layer 10."""
+    return [(1, int(each), "") if each.isdecimal() else (0, 0, each) for each in re.split(r"(\d+)", name)]

@@ -1,14 +1,16 @@
-"""Describes a checkpoint from its headers only: container, layout, model, mesh, types and ties."""
+"""Describes a checkpoint from its headers: container, layout, model, mesh, types and ties; on request, its values."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
 from shardctl.base.amounts import format_count, format_plural
-from shardctl.base.errors import MissingTensorsError, format_first_few
+from shardctl.base.dtype import BY_NAME
+from shardctl.base.errors import MissingTensorsError, SourceError, UnsupportedError, UsageError, format_first_few
 from shardctl.base.result_view import ResultView
 from shardctl.base.value import value_class
 from shardctl.checkpoint.config_lint import lint_config
@@ -19,13 +21,15 @@ from shardctl.models.names.binding import list_ungathered_weights
 from shardctl.models.names.wrapping import AmbiguousNamesError, list_whole_readings
 from shardctl.models.submodels.draft_models import name_draft_model
 from shardctl.options import InspectOptions, SourceOptions
+from shardctl.tensors.manifest import first_byte, name_block, sort_naturally
 from shardctl.tensors.mesh import Mesh
 from shardctl.tensors.training import split_state_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
+    from shardctl.base.workers import ExecutionOptions
     from shardctl.checkpoint.adapters.adapter_checkpoint import AdapterSummary
     from shardctl.checkpoint.opening import OpenedCheckpoint
     from shardctl.checkpoint.pipeline_parts import PipelinePart
@@ -33,7 +37,8 @@ if TYPE_CHECKING:
     from shardctl.models.derived import RuleDerivation
     from shardctl.models.names.extra_names import ExtraTensor
     from shardctl.models.names.wrapping import NameReading
-    from shardctl.tensors.manifest import TrainingState
+    from shardctl.tensors.manifest import Tensor, TrainingState
+    from shardctl.verify.value_statistics import ValueStatistics, ValueSums
 
 
 @value_class
@@ -97,6 +102,37 @@ class ModelSubtree:
 
 
 @value_class
+class TensorStatistics:
+    """What the values of one tensor are."""
+
+    name: str
+    dtype: str
+    """The type that the values were counted in: of quantized weights that were decoded, F32."""
+    values: ValueStatistics | None
+    """None for packed types of 6 bits."""
+
+
+@value_class
+class LayerStatistics:
+    """What the values of the tensors of one layer are, or of a module that is outside of layers."""
+
+    name: str
+    tensors: int
+    values: ValueStatistics
+
+
+@value_class
+class CheckpointStatistics:
+    """What the values of a checkpoint are; no digit depends on the CPU, the threads, the memory or the layout."""
+
+    total: ValueStatistics
+    layers: tuple[LayerStatistics, ...]
+    tensors: tuple[TensorStatistics, ...]
+    notes: tuple[str, ...]
+    """How quantized weights were counted, and what was not."""
+
+
+@value_class
 class InspectResult(ResultView):
     """What `inspect` says."""
 
@@ -152,6 +188,8 @@ class InspectResult(ResultView):
     """Whether they list the rules in force."""
     complete: bool | None = None
     """Whether every tensor of the class is there with all its elements; None if the class is not known."""
+    statistics: CheckpointStatistics | None = None
+    """What the values are; None if only headers were read."""
 
     @property
     def verdict(self) -> str:
@@ -174,16 +212,119 @@ class InspectResult(ResultView):
 
 
 def inspect(
-    path: str | Path, inspect_options: InspectOptions | None = None, *, source_options: SourceOptions | None = None
+    path: str | Path,
+    inspect_options: InspectOptions | None = None,
+    *,
+    source_options: SourceOptions | None = None,
+    effort: ExecutionOptions | None = None,
 ) -> InspectResult:
-    """Describe the checkpoint at `path` from its headers; where there are no weights, from its config."""
-    derive_rules = (inspect_options or InspectOptions()).show_rules
-    with open_checkpoint(path, replace(source_options or SourceOptions(), described=True, unbound=True)) as checkpoint:
+    """Describe the checkpoint at `path` from its headers; where there are no weights, from its config.
+
+    With `stats`, `effort` says how many threads read the values, and who watches. Raises CoverageError for elements
+    that are missing, SourceError for copies of an element that differ, and MemoryBudgetError if the tensors' list alone
+    needs more memory than is allowed.
+    """
+    options = inspect_options or InspectOptions()
+    source_options = replace(source_options or SourceOptions(), described=not options.stats, unbound=True)
+    with open_checkpoint(path, source_options, count=_limit_chunks(options)) as checkpoint:
         found = _build_result(str(path), checkpoint)
-        derived = checkpoint.find_placement(Mesh.of(tp=2)) if derive_rules and checkpoint.model is None else None
+        if options.stats:
+            found = replace(found, statistics=_measure_statistics(checkpoint, options, effort))
+        unknown = options.show_rules and checkpoint.model is None
+        derived = checkpoint.find_placement(Mesh.of(tp=2)) if unknown else None
     if derived is None:
         return found
     return replace(found, rules=build_rule_table(derived), derivation=derived.derivation)
+
+
+_STATISTICS: Final = "reading of values"
+"""What errors call the work of `--stats`."""
+_PER_STATISTICS_BYTES: Final = 3_000
+"""Bytes of a tensor's exact sums, of what is said of it, and of its lines in the report, besides its own."""
+
+
+def _limit_chunks(options: InspectOptions) -> Callable[[int], None] | None:
+    """Return what counts the tensors of a source whose values will be read; headers alone have no limit."""
+    if not options.stats:
+        return None
+    from shardctl.conversion.engine.budget import require_reading
+
+    return partial(require_reading, limit=options.host_memory, verb=_STATISTICS)
+
+
+def _measure_statistics(
+    checkpoint: OpenedCheckpoint, options: InspectOptions, effort: ExecutionOptions | None
+) -> CheckpointStatistics:
+    """Read every value of a checkpoint within the memory that the options allow."""
+    from shardctl.base.workers import ExecutionOptions
+    from shardctl.checkpoint.record_crcs import checked_reader
+    from shardctl.conversion.engine.budget import divide_reading_memory
+    from shardctl.conversion.engine.interrupt import stop_on_signals
+    from shardctl.libraries.files.extra_tensors import add_extra_tensors
+    from shardctl.verify.agreement import require_agreement
+    from shardctl.verify.content import measure_statistics
+
+    if effort is None:
+        effort = ExecutionOptions() if options.threads is None else ExecutionOptions(threads=options.threads)
+    with stop_on_signals(effort.stop):
+        checkpoint.source.set_stop_request(effort.stop)
+        checkpoint, notes = _decode_weights(checkpoint, effort.threads)
+        tensors = sorted(add_extra_tensors(checkpoint.manifest).tensors.values(), key=first_byte)
+        chunks = sum([len(tensor.chunks) for tensor in tensors])
+        held = checkpoint.source.held_bytes + _PER_STATISTICS_BYTES * len(tensors)
+        budget = divide_reading_memory(
+            len(tensors), chunks, options.host_memory, effort.threads, held, verb=_STATISTICS
+        )
+        effort = replace(effort, threads=budget.threads, block=min(effort.block, budget.block))
+        require_agreement(tensors, checkpoint.source, effort, checkpoint.find_spec)
+        sums = measure_statistics(tensors, checked_reader(checkpoint), effort)
+        checkpoint.prove()
+    uncounted = [tensor.name for tensor, each in zip(tensors, sums, strict=True) if each is None]
+    if uncounted:
+        notes = (*notes, f"not counted, because 6-bit types are packed: {format_first_few(uncounted)}")
+    return _summarise_statistics(dict(zip([tensor.name for tensor in tensors], sums, strict=True)), tensors, notes)
+
+
+def _decode_weights(checkpoint: OpenedCheckpoint, threads: int) -> tuple[OpenedCheckpoint, tuple[str, ...]]:
+    """Return a checkpoint with its quantized weights as numbers, if they can be decoded, and a note on that."""
+    model = checkpoint.model
+    if checkpoint.stored_quantization is None and (model is None or model.plain is None):
+        return checkpoint, ()
+    from shardctl.checkpoint.quantization.dequantizing import dequantize_checkpoint
+
+    try:
+        decoded = dequantize_checkpoint(checkpoint, BY_NAME["F32"], threads)
+    except (SourceError, UnsupportedError, UsageError) as error:
+        return checkpoint, (f"quantized weights are counted as the integers that are stored: {error.message}",)
+    return decoded, (decoded.source.notes()[-1],)
+
+
+def _summarise_statistics(
+    sums: Mapping[str, ValueSums | None], tensors: Iterable[Tensor], notes: tuple[str, ...]
+) -> CheckpointStatistics:
+    from shardctl.verify.value_statistics import ValueSums
+
+    layers: dict[str, tuple[int, ValueSums]] = {}
+    whole = ValueSums()
+    for name, each in sums.items():
+        if each is not None:
+            number, before = layers.get(name_block(name), (0, ValueSums()))
+            layers[name_block(name)] = number + 1, before.plus(each)
+            whole = whole.plus(each)
+    found = {
+        tensor.name: TensorStatistics(tensor.name, tensor.dtype.name, each.describe() if each is not None else None)
+        for tensor in tensors
+        for each in (sums[tensor.name],)
+    }
+    return CheckpointStatistics(
+        whole.describe(),
+        tuple(
+            LayerStatistics(name, number, each.describe())
+            for name, (number, each) in sorted(layers.items(), key=lambda item: sort_naturally(item[0]))
+        ),
+        tuple(found[name] for name in sorted(found, key=sort_naturally)),
+        notes,
+    )
 
 
 def _build_result(path: str, checkpoint: OpenedCheckpoint) -> InspectResult:

@@ -28,6 +28,7 @@ from shardctl.tensors.turns import compute_band_sums, unfold_tensors
 from shardctl.verify.cast_losses import CastLosses
 from shardctl.verify.content_table import ContentTable, TensorContent, count_odd_values
 from shardctl.verify.value_distance import DistanceSums, measure_distance
+from shardctl.verify.value_statistics import COUNTABLE, ValueSums, measure_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -101,11 +102,62 @@ def measure_content(
 ) -> ContentTable:
     """Read every element once: digest sums and, with `values`, NaNs, infinities and zeros.
 
-    Small tensors that lie next to each other, in the order in which they are given, are read together.
     Raises CoverageError for a tensor with holes.
     """
-    effort.watcher.begin(sum(tensor.nbytes for tensor in tensors), phase=phase)
     found = ContentTable(tensors)
+
+    def add_band(task: _ContentTask, data: NDArray[np.uint8]) -> None:
+        dtype = task.tensor.dtype
+        sums = compute_band_sums(data, dtype, task.box, task.tensor)
+        found.add(task.number, TensorContent(sums, *(count_odd_values(data, dtype) if values else (0, 0, False))))
+
+    def add_run(run: TensorRun, data: NDArray[np.uint8]) -> None:
+        found.add_run(run, data, values=values)
+
+    _read_tensors(tensors, reader, effort, phase, add_band, add_run)
+    return found
+
+
+def measure_statistics(
+    tensors: Sequence[Tensor], reader: ByteReader, effort: ExecutionOptions, *, phase: str = ""
+) -> list[ValueSums | None]:
+    """Read every element once, and add up the values of each tensor; None for a type that is not `COUNTABLE`.
+
+    Raises CoverageError for a tensor with holes.
+    """
+    found = [ValueSums() if tensor.dtype.name in COUNTABLE else None for tensor in tensors]
+    lock = threading.Lock()
+
+    def add(number: int, data: NDArray[np.uint8]) -> None:
+        if found[number] is None:
+            return
+        sums = measure_values(data, tensors[number].dtype)
+        with lock:
+            before = found[number]
+            found[number] = sums if before is None else before.plus(sums)
+
+    def add_run(run: TensorRun, data: NDArray[np.uint8]) -> None:
+        for number in run.numbers:
+            begin = first_byte(tensors[number])[1] - run.offset
+            add(number, data[begin : begin + tensors[number].nbytes])
+
+    _read_tensors(tensors, reader, effort, phase, lambda task, data: add(task.number, data), add_run)
+    return found
+
+
+def _read_tensors(
+    tensors: Sequence[Tensor],
+    reader: ByteReader,
+    effort: ExecutionOptions,
+    phase: str,
+    take_band: Callable[[_ContentTask, NDArray[np.uint8]], None],
+    take_run: Callable[[TensorRun, NDArray[np.uint8]], None],
+) -> None:
+    """Read every element once, in threads, and hand on the bytes of bands and of runs of small tensors.
+
+    Small tensors that lie next to each other, in the order in which they are given, are read together.
+    """
+    effort.watcher.begin(sum(tensor.nbytes for tensor in tensors), phase=phase)
 
     def tasks() -> Iterator[_ContentTask | TensorRun]:
         places = ((locate_small_tensor(tensor, tensor.chunks), tensor.nbytes) for tensor in tensors)
@@ -127,22 +179,19 @@ def measure_content(
                 file, offset = first_byte(tensors[task.numbers.start])
                 effort.watcher.work_on(file)
                 reader.read_at(file, offset, buffer[: task.size].data)
-                found.add_run(task, buffer[: task.size], values=values)
+                take_run(task, buffer[: task.size])
                 effort.watcher.advance(task.payload)
                 return
-            tensor, nbytes = task.tensor, task.tensor.dtype.nbytes(task.box.shape)
-            effort.watcher.work_on(first_byte(tensor)[0])
+            nbytes = task.tensor.dtype.nbytes(task.box.shape)
+            effort.watcher.work_on(first_byte(task.tensor)[0])
             data = buffer[task.ours.find_shift(task.box) :][:nbytes]
             band.read(reader, task.ours, task.box, data)
-            sums = compute_band_sums(data, tensor.dtype, task.box, tensor)
-            odd = count_odd_values(data, tensor.dtype) if values else (0, 0, False)
-            found.add(task.number, TensorContent(sums, *odd))
+            take_band(task, data)
             effort.watcher.advance(nbytes)
 
         return handle
 
     run_in_threads(tasks(), worker, effort.threads, effort.stop)
-    return found
 
 
 def compare_replicas(tensors: Sequence[Tensor], reader: ByteReader, effort: ExecutionOptions) -> list[TensorDifference]:

@@ -101,16 +101,17 @@ def require_bookkeeping(tensors: int, chunks: int, limit: int, *, wanted: int = 
         )
 
 
-def require_reading(chunks: int, limit: int) -> None:
+def require_reading(chunks: int, limit: int, verb: str = "digest") -> None:
     """Raise MemoryBudgetError if `limit` bytes cannot hold the list of so many chunks of a source that is only read.
 
-    Each may be a tensor, or a further chunk of one, so this can be asked before anything is made of a header.
+    Each may be a tensor, or a further chunk of one, so this can be asked before anything is made of a header. `verb` is
+    what the message calls the work.
     """
     lists = PER_READ_CHUNK * chunks
     least = INTERPRETER + PER_THREAD + lists
     if least > limit and lists > _CHEAP_LISTS:
         raise MemoryBudgetError(
-            f"--memory {limit / MIB:.0f}MiB cannot hold this digest: it needs more than {-(-least // MIB)} MiB",
+            f"--memory {limit / MIB:.0f}MiB cannot hold this {verb}: it needs more than {-(-least // MIB)} MiB",
             needed=least,
             hint=f"the source has at least {chunks:,} chunks of tensors; allow more memory",
         )
@@ -148,10 +149,12 @@ def divide_counted_memory(
     return _divide_rest(reserved, buffers, limit, threads, "conversion", f"{tensors} tensors in {chunks} chunks")
 
 
-def divide_reading_memory(tensors: int, chunks: int, limit: int, threads: int, beside: int = 0) -> HostMemoryBudget:
-    """Divide `limit` bytes as `divide_host_memory`, for tensors that are digested or compared with their replicas."""
+def divide_reading_memory(
+    tensors: int, chunks: int, limit: int, threads: int, beside: int = 0, verb: str = "digest"
+) -> HostMemoryBudget:
+    """Divide `limit` bytes as `divide_host_memory`, for tensors that are read and compared with their replicas."""
     reserved = INTERPRETER + beside + PER_READ_TENSOR * tensors + PER_READ_CHUNK * max(chunks - tensors, 0)
-    return _divide_rest(reserved, _READ_BUFFERS, limit, threads, "digest", f"{tensors} tensors in {chunks} chunks")
+    return _divide_rest(reserved, _READ_BUFFERS, limit, threads, verb, f"{tensors} tensors in {chunks} chunks")
 
 
 def _divide_rest(reserved: int, buffers: float, limit: int, threads: int, verb: str, listed: str) -> HostMemoryBudget:
