@@ -927,6 +927,7 @@ def verify(
     public_key: str | Path | None = None,
     identity: str | None = None,
     issuer: str | None = None,
+    policy: str | Path | None = None,
     require_finite: bool = False,
     require: Literal["quick", "full", "load", "forward"] | None = None,
     average_with: str | Sequence[str] = (),
@@ -1005,6 +1006,7 @@ def verify(
         public_key: Public key (elliptic curve, PEM) whose signature attestation trusts.
         identity: Identity whose signature through Sigstore attestation trusts, such as an e-mail address; needs issuer.
         issuer: OpenID Connect issuer that vouches for identity, such as https://accounts.google.com.
+        policy: TOML file that says which code, pickles, types and licences are allowed, and whose signature is needed.
         require_finite: Treat NaN and infinity as errors; implies level="full".
         require: The highest level that must be run for `ok`. Default: all that are named.
 
@@ -1694,6 +1696,7 @@ def find_newest(
     public_key: str | Path | None = None,
     identity: str | None = None,
     issuer: str | None = None,
+    policy: str | Path | None = None,
     require_finite: bool = False,
     require: Literal["quick", "full", "load", "forward"] | None = None,
     average_with: str | Sequence[str] = (),

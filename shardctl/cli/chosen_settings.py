@@ -33,7 +33,7 @@ _NOT_OF_PROJECTS: Final = frozenset(
     {
         *("--overwrite", "--create", "--engine-python", "--engine", "--plan", "--quiet"),
         *("--log", "--junit", "--summary", "--report", "--out"),
-        *("--attestation", "--public-key", "--identity", "--issuer", "--key", "--sigstore"),
+        *("--attestation", "--public-key", "--identity", "--issuer", "--key", "--sigstore", "--policy"),
     }
 )
 """Options that permit something, run a program, send a key, write a file, choose what is read, say whom to trust, or

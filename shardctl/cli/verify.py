@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 COMMON = (
     "--level", "--against", "--for", "--load", "--forward", "--text", "--write-golden", "--golden", "--engine",
-    "--attestation", "--mesh", "--require", "--strict", "--junit", "--summary", "--newest-good", "--threads", "--json",
+    "--attestation", "--policy", "--mesh", "--require", "--strict", "--junit", "--summary",
+    "--newest-good", "--threads", "--json",
 )  # fmt: skip
 """What -h and --help show."""
 PAGE = "docs/verifying.md"

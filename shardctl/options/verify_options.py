@@ -143,6 +143,17 @@ class VerifyOptions:
             metavar="URL",
         ),
     ] = None
+    policy: Annotated[
+        Path | None,
+        CommandOption(
+            HelpPanel.GENERAL,
+            "TOML file that says which code, pickles, types and licences are allowed, and whose signature is needed.",
+            brief="File that says what is allowed",
+            metavar="FILE",
+            access=PathAccess.READ,
+        ),
+    ] = None
+    """Each breach is a finding."""
     require_finite: Annotated[
         bool, CommandOption(HelpPanel.GENERAL, "Treat NaN and infinity as errors; implies --level full.")
     ] = False
@@ -347,15 +358,24 @@ class VerifyOptions:
             )
 
     def _require_trust(self) -> None:
-        """Raise UsageError if a signature is to be checked and nobody is trusted, or the reverse."""
+        """Raise UsageError if a signature is to be checked and nobody is trusted, or the reverse.
+
+        A policy may name whom to trust.
+        """
         named = [name for name in ("public_key", "identity", "issuer") if getattr(self, name) is not None]
         if named and not self.attestation:
             flag = f"--{named[0].replace('_', '-')}"
             raise UsageError(f"{flag} has an effect only with --attestation", hint="add --attestation")
-        if self.attestation and named not in (["public_key"], ["identity", "issuer"]):
-            what = "whom to trust is not named" if not named else "a signature is of one key or one identity"
-            hint = "add --public-key FILE, or --identity NAME and --issuer URL"
-            raise UsageError(f"--attestation: {what}", hint=hint)
+        if self.attestation and not named and self.policy is None:
+            raise UsageError(
+                "--attestation does not say whom to trust",
+                hint="add --public-key FILE, or --identity NAME and --issuer URL",
+            )
+        if named and named not in (["public_key"], ["identity", "issuer"]):
+            raise UsageError(
+                "a signature is of one key or of one identity",
+                hint="give --public-key FILE, or --identity NAME and --issuer URL",
+            )
 
     @property
     def writes_or_reads_golden(self) -> bool:

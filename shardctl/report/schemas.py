@@ -464,7 +464,7 @@ class PlacementFields(TypedDict):
 class LevelFields(TypedDict):
     """The outcome of one level of checks."""
 
-    name: Literal["attestation", "structure", "content", "identity", "load", "forward", "engine"]
+    name: Literal["attestation", "structure", "policy", "content", "identity", "load", "forward", "engine"]
     status: Literal["passed", "failed", "skipped", "unfinished"]
     reason: str
     tensors: int

@@ -45,10 +45,12 @@ from shardctl.tensors.mesh import Mesh
 from shardctl.tensors.pieces import PlacedCheckpoint
 from shardctl.tensors.record import APPLIED, AVERAGED, GIVEN, RECORD, STATEMENT, SUBTREE, UNTIED
 from shardctl.verify import alignment, rank_parts, structure
+from shardctl.verify.attestation import TrustedSigner, check_signature
 from shardctl.verify.download_hashes import find_equal_files, list_stated_hashes
 from shardctl.verify.finding import CheckFinding
 from shardctl.verify.golden import CHECK, GoldenOutput, read_golden, require_new_file, write_golden
 from shardctl.verify.level import ATTESTATION, LEVELS, LevelResult, LoadedRank, VerifyResult
+from shardctl.verify.policy import POLICY, check_policy, read_policy
 from shardctl.verify.rank_files import list_ranks
 
 if TYPE_CHECKING:
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
     from shardctl.storage import Source
     from shardctl.tensors.record import CheckpointRecord
     from shardctl.verify.consumer import ConsumerVerdict
+    from shardctl.verify.policy import VerificationPolicy
 
 _NO_HINDRANCE: Final = frozenset(
     {name_check.CHECK, alignment.CHECK, rank_parts.CHECK, structure.OPTIMIZER, structure.INDEX}
@@ -109,6 +112,7 @@ def verify(
         replace(source_options or SourceOptions(), kv_heads="replicate"),
         effort or ExecutionOptions(),
         golden=_read_golden(verify_options),
+        policy=read_policy(verify_options.policy) if verify_options.policy is not None else None,
     )
     levels, digest = run.run_after_signature()
     required = LEVELS["forward" if verify_options.writes_or_reads_golden else require or verify_options.highest_level()]
@@ -178,6 +182,8 @@ class _VerifyRun:
     """Whether the consumer that `--for` names should load it."""
     golden: GoldenOutput | None = None
     """What the model is to compute."""
+    policy: VerificationPolicy | None = None
+    """What the files may hold, and who may have signed them."""
     unquantized: OpenedCheckpoint | None = None
     """What is compared with, as it was before it was quantized as the checkpoint is."""
 
@@ -187,12 +193,9 @@ class _VerifyRun:
 
     def run_after_signature(self) -> tuple[list[LevelResult], str]:
         """Check the signature first, if that is requested: what nobody vouches for is not read any further."""
-        if not self.verify_options.attestation:
+        signers = self.list_signers()
+        if not signers:
             return self.of()
-        from shardctl.verify.attestation import TrustedSigner, check_signature
-
-        key, identity, issuer = (getattr(self.verify_options, name) for name in ("public_key", "identity", "issuer"))
-        signers = [TrustedSigner(key, identity or "", issuer or "")]
         signature = check_signature(find_signed_directory(self.path), signers, self.effort.threads)
         if signature.status != "passed":
             reason = "the signature was not found to hold"
@@ -200,6 +203,32 @@ class _VerifyRun:
         levels, digest = self.of()
         _judge_stated_digest(signature, digest)
         return [signature, *levels], digest
+
+    def list_signers(self) -> tuple[TrustedSigner, ...]:
+        """List who is trusted; nobody where no signature is needed. Raises UsageError for trust that is ambiguous."""
+        named = [getattr(self.verify_options, name) for name in ("public_key", "identity", "issuer")]
+        signers = self.policy.signers if self.policy is not None else ()
+        if not self.verify_options.attestation or not any(named):
+            if self.verify_options.attestation and not signers:
+                hint = "add signers to it, or --public-key FILE"
+                raise UsageError(f"{self.verify_options.policy} names no signers", hint=hint)
+            return signers
+        if signers:
+            hint = "leave --public-key, --identity and --issuer out"
+            raise UsageError(f"{self.verify_options.policy} says whose signature is needed", hint=hint)
+        key, identity, issuer = named
+        return (TrustedSigner(key, identity or "", issuer or ""),)
+
+    def run_policy(self, checkpoint: OpenedCheckpoint) -> list[LevelResult]:
+        """Compare the files with the policy, if there is one."""
+        if self.policy is None:
+            return []
+        if find_given_file(checkpoint.source) is not None:
+            raise UsageError("--policy is for a directory, whose files it judges", hint="give the directory")
+        began, level = time.monotonic(), LevelResult(POLICY, strict=self.strict)
+        level.add(check_policy(self.policy, checkpoint.source, checkpoint.stored))
+        level.tensors, level.seconds = len(checkpoint.stored.tensors), time.monotonic() - began
+        return [level]
 
     def of(self) -> tuple[list[LevelResult], str]:
         """Return the levels and the digest, which is empty if it was not computed."""
@@ -223,8 +252,9 @@ class _VerifyRun:
                 first.notes += name_check.note_names(checkpoint)
                 first.tensors = len(checkpoint.manifest.tensors)
                 first.seconds = time.monotonic() - began
+                judged = self.run_policy(checkpoint)
                 if any(each.severity == "error" and each.check not in _NO_HINDRANCE for each in found):
-                    return self._cut_short(first, "the structure is wrong"), ""
+                    return [*self._cut_short(first, "the structure is wrong"), *judged], ""
                 if self.verify_options.consumer is not None:
                     profile, mesh = find_profile(self.verify_options.consumer), self.verify_options.mesh or Mesh.of()
                     self.consumer = check_stored(profile, checkpoint, mesh, str(self.path))
@@ -246,7 +276,7 @@ class _VerifyRun:
                         "--against names the checkpoint itself, so its values were compared with no other"
                     )
                 rest, digest = self._run_remaining_levels(checkpoint, other)
-                return [first, *rest], digest
+                return [first, *judged, *rest], digest
         except _BrokenStructureError as error:
             first.seconds = time.monotonic() - began
             return self._cut_short(first, str(error)), ""

@@ -83,7 +83,7 @@ class LevelResult:
     """The outcome of one level of checks."""
 
     name: str
-    """`attestation`, `structure`, `content`, `identity`, `load`, `forward` or `engine`."""
+    """`attestation`, `structure`, `policy`, `content`, `identity`, `load`, `forward` or `engine`."""
     status: Literal["passed", "failed", "skipped", "unfinished"] = "passed"
     """Unfinished is no verdict: the machine lacked what the level needs."""
     reason: str = ""
@@ -222,14 +222,16 @@ class VerifyResult(ResultView):
         if skipped:
             return f", but skipped: {', '.join(skipped)}"
         passed = {level.name: level for level in self.levels}
-        signature = passed.pop(ATTESTATION, None)
+        signature, policy = passed.pop(ATTESTATION, None), passed.pop("policy", None)
+        allowed = ["within the policy"] if policy else []
         signed = f"signed by {signature.attestation.signer}" if signature and signature.attestation else ""
-        if signed and len(passed) == 1 and self.consumer is None:
-            return f": {signed}; of tensors only headers were read; add --level full"
+        if (signed or allowed) and len(passed) == 1 and self.consumer is None:
+            first = ", ".join(filter(None, [signed, *allowed]))
+            return f": {first}; of tensors only headers were read; add --level full"
         if len(passed) == 1:
             loads = f"{self.consumer.describe()}; add --level full to read values" if self.consumer is not None else ""
             return f": {loads}" if loads else " (headers only: values were not read; add --level full)"
-        grounds = [signed] if signed else []
+        grounds = [*([signed] if signed else []), *allowed]
         grounds += ["every byte read"] if "content" in passed else []
         if "identity" in passed:
             rounded = " after rounding" if passed["identity"].unrounded else ""

@@ -165,9 +165,9 @@ def test_whom_to_trust_must_be_named(base, signed, check, capsys):
     assert check(signed, key="other")[0] == 3
     key = ["--public-key", base / "own.pub"]
     for options, hint in (
-        (["--attestation"], "whom to trust is not named"),
-        (["--attestation", "--identity", "me"], "one key or one identity"),
-        (["--attestation", "--identity", "me", "--issuer", "https://x", *key], "one key or one identity"),
+        (["--attestation"], "does not say whom to trust"),
+        (["--attestation", "--identity", "me"], "one key or of one identity"),
+        (["--attestation", "--identity", "me", "--issuer", "https://x", *key], "one key or of one identity"),
         (key, "only with --attestation"),
         (["--attestation", "--public-key", base / "nothing.pub"], "cannot be read"),
         (["--attestation", "--public-key", base / "rsa.pub"], "is not a public key"),

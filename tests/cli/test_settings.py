@@ -68,7 +68,7 @@ def test_every_kind_of_option_can_be_set(say, source, project, monkeypatch):
 
 
 def test_a_project_does_not_say_whom_to_trust(say, source, project, user):
-    for key in ("attestation", "public-key", "identity", "issuer", "key", "sigstore"):
+    for key in ("attestation", "public-key", "identity", "issuer", "key", "sigstore", "policy"):
         project.write_text(f"[tool.shardctl]\n{key} = 'x'\n")
         code, _, err = say("verify", source)
         assert (code, f"sets --{key}, which a project cannot permit" in err) == (2, True)
