@@ -8,7 +8,9 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -114,6 +116,7 @@ def test_a_deepspeed_run_is_in_the_table_of_the_readme():
 
 COLLECT = """
 import sys
+import tarfile
 from importlib.machinery import PathFinder
 
 import pytest
@@ -270,3 +273,64 @@ def test_a_hint_installs_the_packages_of_an_extra(extra, monkeypatch):
     for needed in (lambda _: ["numpy>=1.26", *lines, "x; extra == 'dev'"], lambda _: []):
         monkeypatch.setattr(importlib.metadata, "requires", needed)
         assert extras.format_install_command(extra) == f"pip install {' '.join(map(repr, wanted))}"
+
+
+WORKFLOWS = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / ".github/workflows").glob("*.yml")}
+
+
+def test_workflows_name_what_there_is():
+    """They can only be checked statically here: no test starts them on GitHub."""
+    assert {*WORKFLOWS} == {"check", "release", "weekly"}
+    for name, workflow in WORKFLOWS.items():
+        assert workflow["permissions"] == {"contents": "read"}, name
+        for job in workflow["jobs"].values():
+            assert job["timeout-minutes"] <= 360
+            for step in job["steps"]:
+                script = step.get("run", "")
+                assert "${{" not in script, "an expression within a script is an injection"
+                assert all((ROOT / path).exists() for path in re.findall(r"[\w./]+\.py\b|\.ci/run", script)), script
+    checked = WORKFLOWS["check"]["jobs"]["check"]
+    classified = [each for each in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", each)]
+    assert [each.rpartition(" ")[2] for each in classified] == checked["strategy"]["matrix"]["python"]
+    assert checked["continue-on-error"] == "${{ matrix.python == '3.14' }}"
+
+
+def test_only_what_was_built_and_checked_for_a_tag_is_published():
+    release = WORKFLOWS["release"]
+    assert release[True] == {"push": {"tags": ["v*"]}}, "YAML reads `on` as true"
+    build, publish = release["jobs"]["build"], release["jobs"]["publish"]
+    scripts = "\n".join(step.get("run", "") for step in build["steps"])
+    assert all(each in scripts for each in ("python -m build", "twine check --strict", ".ci/check_distribution.py"))
+    assert "permissions" not in build
+    assert publish["permissions"] == {"id-token": "write"}
+    assert (publish["needs"], publish["environment"]) == ("build", "pypi")
+    assert publish["steps"][-1]["uses"].startswith("pypa/gh-action-pypi-publish@")
+    assert publish["steps"][-1]["with"] == {"attestations": True}, "and no password: PyPI trusts the workflow"
+
+
+def test_a_wheel_has_manual_pages_and_schemas_and_a_check_misses_none(tmp_path):
+    pytest.importorskip("hatchling", reason="hatchling builds the package")
+    spec = importlib.util.spec_from_file_location("check_distribution", ROOT / ".ci/check_distribution.py")
+    check = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(check)
+    built = f"shardctl-{shardctl.__version__}"
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path]
+    subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
+    with tarfile.open(tmp_path / f"{built}.tar.gz", "w:gz") as source:
+        for name in check.NEEDED_IN_SOURCE:
+            source.add(ROOT / name, f"{built}/{name}")
+    assert check.list_faults(tmp_path, f"v{shardctl.__version__}") == []
+    assert check.list_faults(tmp_path, "v9") == [f"the tag is v9, and the version is {shardctl.__version__}"]
+    (wheel,) = tmp_path.glob("*.whl")
+    needed = check.list_needed_files(f"{built}.data/data")
+    lacking = {f"{built}.data/data/share/man/man1/shardctl-plan.1", "shardctl/hardware/devices.toml"}
+    assert lacking < needed
+    with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(tmp_path / "other", "w") as part:
+        schema = json.loads(whole.read(f"{built}.data/data/share/shardctl/schemas/verify.schema.json"))
+        for name in sorted({*whole.namelist()} - lacking):
+            part.writestr(name, b"")
+        part.writestr("tests/conftest.py", b"")
+    assert "VerifyDocument" in json.dumps(schema)
+    (tmp_path / "other").rename(wheel)
+    said = [*(f"the wheel lacks {name}" for name in sorted(lacking)), "the wheel has tests/conftest.py"]
+    assert check.list_faults(tmp_path) == said

@@ -1,7 +1,7 @@
 """Defines the command line of `shardctl schema`."""
 
 import json
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal, get_args
 
 import typer
 
@@ -14,9 +14,14 @@ Examples:
 """
 
 
+SchemaVerb = Literal["plan", "reshard", "finish", "verify", "attest", "inspect", "diff", "digest", "settings"]
+SCHEMA_VERBS: Final[tuple[str, ...]] = get_args(SchemaVerb)
+"""Verbs whose documents have a schema."""
+
+
 def schema(
     verb: Annotated[
-        Literal["plan", "reshard", "finish", "verify", "attest", "inspect", "diff", "digest", "settings"],
+        SchemaVerb,
         typer.Argument(metavar="VERB", show_default=False, help="The verb whose documents it describes."),
     ],
 ) -> None:
