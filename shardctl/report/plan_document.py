@@ -263,7 +263,7 @@ def _build_search(explored: MeshExploration) -> Document:
     return {
         "devices": found.devices,
         "sequences": explored.sequences,
-        "ranked": [_build_candidate(one) for one in found.ranked],
+        "ranked": [_build_candidate(one) | {"settings": one.settings} for one in found.ranked],
         "rejected": [
             {"what": one.what, "why": one.why, "reason": one.reason, "over_bytes": one.over} for one in found.rejected
         ],

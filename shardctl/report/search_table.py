@@ -36,20 +36,22 @@ def render_ranking(explored: MeshExploration, *, everything: bool = False) -> li
         by = f", by device-seconds per token on {cost.device} (modelled)" if cost else ", by memory"
         step = f", {explored.sequences:,} sequences a step" if explored.sequences else ""
         parts.append(render_line(head + by + step, "bold"))
-        parts.append(
-            render_table(
-                [_TABLE_HEADINGS, *map(build_candidate_row, found.ranked[:most])],
-                right=frozenset({1, 2, 3, 4}),
-                indent=2,
-            )
-        )
+        best = found.ranked[:most]
+        rows: list[Sequence[str]] = [_TABLE_HEADINGS, *map(build_candidate_row, best)]
+        varied = any(one.settings for one in best)
+        if varied:  # the settings follow the mesh that they were chosen for
+            added = ("with", *(one.settings for one in best))
+            rows = [(row[0], more, *row[1:]) for row, more in zip(rows, added, strict=True)]
+        right = frozenset(number + varied for number in (1, 2, 3, 4))
+        parts.append(render_table(rows, right=right, indent=2))
         if most is not None and len(found.ranked) > most:
             parts.append(render_line(f"  and {len(found.ranked) - most} more", "dim"))
     else:
         parts.append(render_line(f"no mesh of {format_plural(found.devices, 'device')} fits", "bold red"))
         parts += _render_settings(explored)
     if explored.fewest is not None and explored.fewest.devices != found.devices:
-        parts.append(render_line(f"the fewest that fit: {_format_fewest(explored.fewest)}"))
+        given = " with the settings given" if explored.changes else ""
+        parts.append(render_line(f"the fewest that fit{given}: {_format_fewest(explored.fewest)}"))
     shown = found.rejected if everything else _select_rejections(found.rejected, _MAX_REJECTIONS_SHOWN)
     if shown:
         parts.append(render_line(f"not possible, or too large: {len(found.rejected):,}"))

@@ -71,7 +71,9 @@ def test_measured_peaks_count_for_every_mesh_and_every_change(tmp_path):
     log = tmp_path / "peaks"
     runs = [{"mesh": "fsdp=4", "recompute": "none", "sequence": n, "peak": (38000 + n) * 10**6} for n in (512, 4096)]
     log.write_text("\n".join(map(json.dumps, runs)))
-    asked = PlanOptions(use="train", device=get_device("h100"), devices=4, search=True, seq_len=8192, calibration=log)
+    asked = PlanOptions(
+        use="train", device=get_device("h100"), devices=4, search=True, seq_len=8192, calibration=log, recompute="none"
+    )
     searched = plan(LARGE / "llama-3.1-8b.json", ReshardOptions(), plan_options=asked)
     plain = plan(LARGE / "llama-3.1-8b.json", ReshardOptions(), plan_options=replace(asked, calibration=None))
     assert needed(searched.forecast.estimate) == needed(searched.explored.found.ranked[0].estimate)
@@ -100,7 +102,13 @@ def test_stages_are_those_of_a_mesh():
 
 def test_where_no_mesh_fits_the_closest_is_the_plan():
     plan_options = PlanOptions(
-        use="train", device=get_device("h100"), devices=3, search=True, seq_len=8192, allocator="native"
+        use="train",
+        device=get_device("h100"),
+        devices=3,
+        search=True,
+        seq_len=8192,
+        allocator="native",
+        recompute="none",
     )
     searched = plan(LARGE / "llama-3.1-8b.json", ReshardOptions(), plan_options=plan_options)
     assert not searched.fits

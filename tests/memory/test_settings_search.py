@@ -22,7 +22,7 @@ def searched(config, device, devices, **options):
 
 
 def test_405_billion_parameters_fit_64_devices_when_activations_are_recomputed():
-    found = searched("llama-3.1-405b", "h200", 64, use="train").explored
+    found = searched("llama-3.1-405b", "h200", 64, use="train", recompute="none").explored
     assert not found.found.ranked
     by_options = {one.options: one for one in found.settings}
     full = by_options["--recompute full"]
@@ -61,13 +61,39 @@ def test_serving_is_offered_narrower_types_and_smaller_batches():
     assert all(not one.exact for one in found.settings if "--dtype" in one.options)
 
 
+def test_a_search_varies_the_settings_of_training_that_nobody_gave():
+    """Recomputation, interleaved stages, sharded gradients and overlapped all-to-alls, each as an option says it."""
+    asked = {"use": "train", "profile": "megatron", "global_batch": 64}
+    found = searched("llama-3.1-8b", "h100-80g", 8, **asked)
+    ranked = found.explored.found.ranked
+    settings = " ".join(one.settings for one in ranked)
+    for flag in ("--zero 1", "--zero 2", "--vp 4"):
+        assert flag in settings
+    assert found.forecast.cost.seconds == pytest.approx(ranked[0].cost.seconds)
+    assert found.forecast.estimate.binding.total().nbytes == ranked[0].peak
+    fixed = searched("llama-3.1-8b", "h100-80g", 8, **asked, recompute="none", zero=0, virtual_stages=1)
+    given = {one.mesh: one for one in fixed.explored.found.ranked}
+    assert {one.settings for one in given.values()} == {""}
+    both = [one for one in ranked if one.mesh in given and one.estimate.certain and given[one.mesh].estimate.certain]
+    assert both
+    assert all(one.cost.score <= given[one.mesh].cost.score for one in both)
+
+
+def test_recomputation_and_overlapped_all_to_alls_are_tried():
+    asked = {"use": "train", "profile": "megatron", "seq_len": 4096}
+    experts = searched("qwen3-30b-a3b", "b200", 8, **asked, recompute="none", virtual_stages=1, zero=1).explored.found
+    assert any(one.settings == "--overlap-all-to-all" for one in experts.ranked)
+    small = searched("llama-3.1-8b", "a100-40g", 4, **asked, virtual_stages=1).explored.found
+    assert any("--recompute full" in one.settings for one in small.ranked)
+
+
 def test_nothing_is_searched_where_something_fits():
     assert searched("llama-3.1-8b", "h100", 2).explored.settings == ()
 
 
 def test_where_no_settings_are_enough_the_devices_that_recomputation_needs_are_named(monkeypatch):
     monkeypatch.setattr(mesh_search, "search_settings", lambda *_: ())
-    found = searched("llama-3.1-405b", "h200", 64, use="train").explored
+    found = searched("llama-3.1-405b", "h200", 64, use="train", recompute="none").explored
     assert found.recomputed.mesh.world <= 64 < found.fewest.devices
 
 

@@ -60,6 +60,8 @@ class MeshCandidate:
     """Layers per pipeline stage, balanced by the bytes of their weights, or even."""
     estimate: MeshEstimate
     cost: MeshCost | None = None
+    settings: str = ""
+    """What to add to the command: the settings that the search chose for this mesh."""
 
     @property
     def peak(self) -> int:
@@ -192,13 +194,16 @@ def search_meshes(
             tight.append(_build_memory_rejection(mesh, stages, needs))
         else:
             ranked.append(MeshCandidate(mesh, stages, needs, price(mesh, stages, needs) if price else None))
-    ranked.sort(
-        key=lambda one: (one.estimate.certain is False, one.cost.score if one.cost else 0.0, one.peak, str(one.mesh))
-    )
+    ranked.sort(key=rank_candidate)
     tight.sort(key=lambda one: one.over)
     if budget is not None and closest and not ranked:
         tight = _put_closest_first(tight, estimate, budget)
     return SearchResult(devices, tuple(ranked), (*impossible, *tight), estimated)
+
+
+def rank_candidate(one: MeshCandidate) -> tuple[bool, float, int, str]:
+    """Return what candidates are ordered by: whether the upper bound fits, then cost, then memory."""
+    return one.estimate.certain is False, one.cost.score if one.cost else 0.0, one.peak, str(one.mesh)
 
 
 def _put_closest_first(tight: Sequence[MeshRejection], estimate: Estimator, budget: int) -> list[MeshRejection]:
