@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Final
 from rich.console import Group
 
 from shardctl.base.amounts import format_plural
-from shardctl.report.grid import render_line
+from shardctl.report.grid import render_line, render_table
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from rich.console import RenderableType
 
     from shardctl.verbs.diff import DiffResult, TensorChange
@@ -40,7 +42,23 @@ def render_difference(diffed: DiffResult, *, everything: bool = False) -> Render
         render_line(diffed.verdict, "bold green" if diffed.equal_all else "bold red"),
         *shown,
         *([render_line(f"and {more:,} more; --all prints them")] if more else []),
+        *_render_layers(diffed, everything=everything),
     )
+
+
+def _render_layers(diffed: DiffResult, *, everything: bool) -> Iterator[RenderableType]:
+    """Render by how much each layer changed, the one that changed most first."""
+    if not diffed.layers:
+        return
+    shown = diffed.layers if everything else diffed.layers[:SHOWN_CHANGES]
+    yield render_line("change by layer, as a share of the norm of the first:")
+    rows = (
+        (f"{each.relative:.3%}", f"{each.changed:,} of {format_plural(each.tensors, 'tensor')}", each.layer)
+        for each in shown
+    )
+    yield render_table(rows, right=frozenset({0, 1}), indent=2)
+    if len(shown) < len(diffed.layers):
+        yield render_line(f"and {len(diffed.layers) - len(shown):,} more layers; --all prints them")
 
 
 def _format_change(change: TensorChange) -> str:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from shardctl.verbs.inspect import CheckpointStatistics, InspectResult
     from shardctl.verbs.reshard import ReshardResult
     from shardctl.verify.consumer import ConsumerVerdict
+    from shardctl.verify.content import LayerChange
     from shardctl.verify.forward_result import ForwardResult
     from shardctl.verify.level import LevelResult, VerifyResult
     from shardctl.verify.value_statistics import ValueStatistics
@@ -408,8 +409,13 @@ def build_diff_document(result: DiffResult) -> Document:
         "changes": [_build_change_document(change) for change in result.changes],
         "config_changes": [asdict(change) for change in result.config_changes],
         "file_changes": [asdict(change) for change in result.file_changes],
+        "layers": [_build_layer_change(each) for each in result.layers],
         "warnings": list(result.warnings),
     }
+
+
+def _build_layer_change(layer: LayerChange) -> Document:
+    return asdict(layer) | {name: _as_finite(getattr(layer, name)) for name in ("relative", "change", "norm")}
 
 
 def _build_change_document(change: TensorChange) -> Document:

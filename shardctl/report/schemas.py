@@ -512,6 +512,17 @@ class ChangeFields(TypedDict):
     cast: str
 
 
+class LayerChangeFields(TypedDict):
+    """By how much the weights of a layer changed: `relative` is null where those of the first are all zero."""
+
+    layer: str
+    relative: float | None
+    change: float | None
+    norm: float | None
+    tensors: int
+    changed: int
+
+
 class DiffDocument(DocumentHead):
     """What `diff --json` prints."""
 
@@ -524,6 +535,7 @@ class DiffDocument(DocumentHead):
     changes: list[ChangeFields]
     config_changes: list[ConfigChange]
     file_changes: list[FileChange]
+    layers: list[LayerChangeFields]
     warnings: list[str]
 
 

@@ -23,7 +23,7 @@ from shardctl.libraries.files.extra_tensors import add_extra_tensors
 from shardctl.tensors.training import ROOT
 from shardctl.verify.agreement import require_agreement
 from shardctl.verify.cast_losses import CastLosses
-from shardctl.verify.content import compare_tensors
+from shardctl.verify.content import WeightChanges, compare_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from shardctl.options import SourceOptions
     from shardctl.tensors.manifest import Tensor
     from shardctl.verify.config_comparison import ConfigChange
-    from shardctl.verify.content import TensorDifference
+    from shardctl.verify.content import LayerChange, TensorDifference
     from shardctl.verify.value_distance import ValueDistance
 
 _Pair = tuple["Tensor", "Tensor"]
@@ -80,6 +80,8 @@ class DiffResult(ResultView):
     """Settings of the configs that are not the same."""
     file_changes: tuple[FileChange, ...] = ()
     """Side files, such as a tokenizer, that are not the same."""
+    layers: tuple[LayerChange, ...] = ()
+    """The layers whose floating-point weights changed, the one that changed most first."""
     show_all: bool = False
     """Whether the text lists every difference, not only the first 20."""
 
@@ -170,12 +172,14 @@ def diff(
                 changes.append(TensorChange(name, kind or "dtype", _format_tensor(mine), _format_tensor(other)))
         in_file_order(pairs, first, second)
         readers = checked_reader(first), checked_reader(second)
-        losses = CastLosses()
-        differences = compare_tensors(pairs, *readers, effort, losses=losses)
+        losses, weights = CastLosses(), WeightChanges(weights=ours.keys() - states.ours.keys())
+        differences = compare_tensors(pairs, *readers, effort, losses=losses, changes=weights)
         turned = [(other, mine) for mine, other in narrower]
-        differences += compare_tensors(turned, *readers[::-1], effort, "wider types", losses)
+        weights.reversed = True
+        differences += compare_tensors(turned, *readers[::-1], effort, "wider types", losses, weights)
         first.prove()
         second.prove()
+        layers = weights.summarize(effort)
         compared = [*pairs, *narrower]
         found = {difference.tensor: difference for difference in differences}
         values = [_build_change(mine, other, found.get(mine.name)) for mine, other in compared]
@@ -197,6 +201,7 @@ def diff(
             ),
             companions.config.changes if companions.config is not None else (),
             companions.files,
+            layers,
         )
 
 

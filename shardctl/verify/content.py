@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from dataclasses import field
 from itertools import starmap
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardctl.base.dtype import CASTABLE
 from shardctl.base.value import state_class, value_class
 from shardctl.base.workers import run_in_threads
 from shardctl.tensors.bands import (
@@ -22,16 +24,16 @@ from shardctl.tensors.bands import (
 from shardctl.tensors.box import Box, subtract_all
 from shardctl.tensors.cast import cast_elements
 from shardctl.tensors.copyplan import cover_tensor
-from shardctl.tensors.manifest import ConstantFill, first_byte
+from shardctl.tensors.manifest import ConstantFill, first_byte, name_block, sort_naturally
 from shardctl.tensors.small_tensors import TensorRun, locate_small_tensor, split_runs
 from shardctl.tensors.turns import compute_band_sums, unfold_tensors
 from shardctl.verify.cast_losses import CastLosses
 from shardctl.verify.content_table import ContentTable, TensorContent, count_odd_values
 from shardctl.verify.value_distance import DistanceSums, measure_distance
-from shardctl.verify.value_statistics import COUNTABLE, ValueSums, measure_values
+from shardctl.verify.value_statistics import COUNTABLE, ValueSums, compute_root, measure_values
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -95,6 +97,85 @@ class _DifferenceTally:
             distance = self.sums[name].divide() if name in self.sums else None
             found.append(TensorDifference(name, count, Box(first, (1,) * len(first)), file, other, distance))
         return found
+
+
+@value_class
+class LayerChange:
+    """By how much the floating-point weights of a layer changed, or of a module that is outside of layers."""
+
+    layer: str
+    relative: float
+    """The norm of the differences by that of the first checkpoint's values; infinite if those are all zero."""
+    change: float
+    """The norm of the differences of the values that are finite in both."""
+    norm: float
+    """The norm of the first checkpoint's finite values, in the type in which the two were compared."""
+    tensors: int
+    changed: int
+    """Tensors of these in which a value differs."""
+
+
+@state_class
+class WeightChanges:
+    """By how much weights changed, which several threads add up exactly, in any order.
+
+    The norm of a layer needs the bands that did not change, too, and only if another band of the layer did: those are
+    noted here, and read again at the end, so that equal checkpoints are compared as fast as without.
+    """
+
+    weights: Collection[str]
+    """The tensors that count, without optimizer states."""
+    reversed: bool = False
+    """Whether the second checkpoint is the one whose bands come first."""
+    _squares: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """By tensor, the sums of the squares of the differences and of the first checkpoint's values."""
+    _equal: list[tuple[_ContentTask, ByteReader]] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, tensor: str, change: int, values: int) -> None:
+        """Add the sums of squares over a band in which values differ."""
+        with self._lock:
+            before = self._squares.get(tensor, (0, 0))
+            self._squares[tensor] = before[0] + change, before[1] + values
+
+    def add_equal(self, task: _ContentTask, reader: ByteReader) -> None:
+        """Note a band that is equal in both."""
+        with self._lock:
+            self._equal.append((task, reader))
+
+    def summarize(self, effort: ExecutionOptions) -> tuple[LayerChange, ...]:
+        """Return the layers in which a weight changed, the one that changed most first."""
+        changed = frozenset(self._squares)
+        layers = {name_block(name) for name in changed}
+        rest = [each for each in self._equal if name_block(each[0].tensor.name) in layers]
+        if rest:
+            nbytes = sum(task.tensor.dtype.nbytes(task.box.shape) for task, _ in rest)
+            effort.watcher.begin(nbytes, phase="norms of changed layers")
+
+        def worker() -> Callable[[tuple[_ContentTask, ByteReader]], None]:
+            band, buffer = BandBuffer(effort.block), allocate_aligned(effort.block)
+
+            def handle(noted: tuple[_ContentTask, ByteReader]) -> None:
+                task, reader = noted
+                nbytes = task.tensor.dtype.nbytes(task.box.shape)
+                data = buffer[task.ours.find_shift(task.box) :][:nbytes]
+                band.read(reader, task.ours, task.box, data)
+                self.add(task.tensor.name, 0, measure_values(data, task.tensor.dtype).squares)
+                effort.watcher.advance(nbytes)
+
+            return handle
+
+        run_in_threads(iter(rest), worker, effort.threads, effort.stop)
+        found: dict[str, list[int]] = {}
+        for name, (change, values) in self._squares.items():
+            sums = found.setdefault(name_block(name), [0, 0, 0, 0])
+            for place, number in enumerate((change, values, 1, name in changed)):
+                sums[place] += number
+        rows = []
+        for layer, (change, values, tensors, number) in found.items():
+            apart, norm = compute_root(change), compute_root(values)
+            rows.append(LayerChange(layer, apart / norm if norm else inf, apart, norm, tensors, number))
+        return tuple(sorted(rows, key=lambda row: (-row.relative, sort_naturally(row.layer))))
 
 
 def measure_content(
@@ -239,16 +320,17 @@ def compare_tensors(
     effort: ExecutionOptions,
     phase: str = "",
     losses: CastLosses | None = None,
+    changes: WeightChanges | None = None,
 ) -> list[TensorDifference]:
     """Compare tensors element by element, bits as bits, whatever their layouts.
 
-    Where the types differ, `theirs` is cast to the type of `ours` first, as `reshard --dtype` would; `losses` is told
-    what that lost.
+    Where the types differ, `theirs` is cast to the type of `ours` first, as `reshard --dtype` would; `losses` gets what
+    that lost, and `changes` where the values changed.
     """
     if not pairs:
         return []
     effort.watcher.begin(sum(mine.nbytes for mine, _ in pairs), phase=phase)
-    return _compare_tasks(_split_pairs(pairs, effort), ours, theirs, effort, losses)
+    return _compare_tasks(_split_pairs(pairs, effort), ours, theirs, effort, losses, changes)
 
 
 def measure_distances(
@@ -283,6 +365,7 @@ def _compare_tasks(
     theirs: ByteReader,
     effort: ExecutionOptions,
     losses: CastLosses | None = None,
+    changes: WeightChanges | None = None,
 ) -> list[TensorDifference]:
     tally = _DifferenceTally()
 
@@ -298,8 +381,14 @@ def _compare_tasks(
                     losses.note_overflow(name, report.count_lost_values(name))
                     losses.measure(name, left, dtype, right, other)
                 right = cast
-            if not np.array_equal(left, right):
-                _note_difference(tally, task, left, right)
+            equal = np.array_equal(left, right)
+            sums = None if equal else _note_difference(tally, task, left, right)
+            if changes is None or name not in changes.weights or dtype.name not in CASTABLE:
+                return
+            if sums is None:
+                changes.add_equal(task, ours)
+            else:
+                changes.add(name, sums.squares, measure_values(right if changes.reversed else left, dtype).squares)
 
         return compare
 
@@ -338,7 +427,7 @@ def _read_pairs(
 
 def _note_difference(
     tally: _DifferenceTally, task: _ContentTask, left: NDArray[np.uint8], right: NDArray[np.uint8]
-) -> None:
+) -> DistanceSums | None:
     dtype = task.tensor.dtype
     different: Any = view_band(left, dtype, task.box) != view_band(right, dtype, task.box)
     position = np.unravel_index(int(np.argmax(different)), different.shape)
@@ -353,6 +442,7 @@ def _note_difference(
         first = (*first[:-2], first[-2] * task.tensor.turns + first[-1])
     sums = measure_distance(left, right, dtype, task.theirs.chunks[0].dtype)
     tally.add(task.tensor.name, int(different.sum()), first, files, sums)
+    return sums
 
 
 def _find_file(chunks: ChunkIndex, unit: Box) -> str:

@@ -1,7 +1,6 @@
 """Measures how far apart the values of two tensors are, with the same result on every processor.
 
-Bands of tensors are measured by several threads. What is added up over them is kept as integers, which are exact in any
-order, so that neither the width of vectors nor the size of the bands changes a digit.
+Sums are exact, as those of `value_statistics`: neither the threads nor the size of the bands changes a digit.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import numpy as np
 from shardctl.base.dtype import BY_NAME, CASTABLE
 from shardctl.base.value import value_class
 from shardctl.tensors.cast import cast_elements
+from shardctl.verify.value_statistics import UNIT_EXPONENT, measure_values
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -26,12 +26,6 @@ _CANCELLATION_TOLERANCE: Final = 2.0**-16
 """How far rounding can move what is left of two numbers of F32 that almost cancel, as a part of the largest number.
 
 That of a product that was added up in F32 is off by a few units in the last place, 2**-23 of it."""
-_HALF_BITS: Final = 27
-"""Bits of half a mantissa: 2**26 of them add up to an integer that float64 holds."""
-_SUM_UNIT_EXPONENT: Final = -1128
-"""The exponent of the unit of exact sums, below that of the last bit of every number."""
-_SUM_CHUNK_ELEMENTS: Final = 1 << 20
-"""Elements that are added up at a time."""
 
 
 @value_class
@@ -62,7 +56,7 @@ class DistanceSums:
 
     largest: float = 0.0
     apart: int = 0
-    """The sum of the differences, in units of `2**_LOWEST`."""
+    """The sum of the differences, in units of `2**UNIT_EXPONENT`."""
     size: int = 0
     """The sum of the absolute values of the second tensor, in the same units."""
     finite: int = 0
@@ -71,6 +65,8 @@ class DistanceSums:
     """The largest absolute value of the second tensor."""
     beyond: float = 0.0
     """By how much a difference exceeds the distance to the next number of the type, at most."""
+    squares: int = 0
+    """The sum of the squares of the differences, in units of `2**(2 * UNIT_EXPONENT)`."""
 
     def plus(self, other: DistanceSums) -> DistanceSums:
         """Return the sums over both."""
@@ -82,12 +78,13 @@ class DistanceSums:
             self.nonfinite + other.nonfinite,
             max(self.magnitude, other.magnitude),
             max(self.beyond, other.beyond),
+            self.squares + other.squares,
         )
 
     def divide(self) -> ValueDistance:
         """Return what the sums say."""
         relative = self.apart / self.size if self.size else inf if self.apart else 0.0
-        mean = self.apart / (max(self.finite, 1) << -_SUM_UNIT_EXPONENT)
+        mean = self.apart / (max(self.finite, 1) << -UNIT_EXPONENT)
         rounding = not self.nonfinite and self.beyond <= self.magnitude * _CANCELLATION_TOLERANCE
         return ValueDistance(self.largest, mean, relative, self.nonfinite, rounding)
 
@@ -110,29 +107,17 @@ def measure_distance(
         ours, theirs = np.abs(ours[finite] - theirs[finite]), np.abs(theirs[finite])
     np.minimum(ours, np.finfo(np.float64).max, out=ours)
     count = int(finite.sum())
+    apart = measure_values(ours.view(np.uint8), BY_NAME["F64"])
     return DistanceSums(
-        float(ours.max(initial=0.0)),
-        _sum_exactly(ours),
-        _sum_exactly(theirs),
+        apart.largest,
+        apart.total,
+        measure_values(theirs.view(np.uint8), BY_NAME["F64"], squares=False).total,
         count,
         int(words.sum()) - count,
         float(theirs.max(initial=0.0)),
         float((ours - theirs * step).max(initial=0.0)),
+        apart.squares,
     )
-
-
-def _sum_exactly(values: NDArray[np.float64]) -> int:
-    """Add up numbers that are not negative, in units of `2**_LOWEST`."""
-    total = 0
-    for start in range(0, values.size, _SUM_CHUNK_ELEMENTS):
-        fractions, exponents = np.frexp(values[start : start + _SUM_CHUNK_ELEMENTS])
-        first = int(exponents.min())
-        high = np.floor(fractions * 2**_HALF_BITS)
-        low = (fractions * 2**_HALF_BITS - high) * 2**_HALF_BITS
-        for place, half in ((_HALF_BITS, high), (2 * _HALF_BITS, low)):
-            for exponent, sums in enumerate(np.bincount(exponents - first, half).tolist(), first):
-                total += int(sums) << exponent - place - _SUM_UNIT_EXPONENT
-    return total
 
 
 def _read_numbers(data: NDArray[np.uint8], dtype: DType) -> NDArray[np.float64]:

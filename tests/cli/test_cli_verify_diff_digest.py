@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 import xml.etree.ElementTree as ET
 from dataclasses import replace
@@ -182,7 +183,8 @@ def test_diff_of_equal_checkpoints_in_two_layouts(say, source, result):
 def test_diff_names_the_tensor_and_the_first_element(say, source, damaged):
     found = say("diff", source, damaged)
     assert (found.code, found.err) == (3, "")
-    answer, change = found.out.splitlines()
+    answer, change, _, layer = found.out.splitlines()
+    assert re.fullmatch(r"  +\d+\.\d{3}%  1 of 1 tensor  lm_head *", layer)
     where = "~ lm_head.weight  F32 [96, 32]  1 of 3,072 elements differ, first at [48:49, 0:1]"
     assert change.startswith(f"{where}, apart by ")
     assert answer == "1 of 21 tensors: values differ (86.7 kB compared)"
@@ -212,7 +214,7 @@ def test_diff_as_json(say, source, damaged):
     document = json.loads(say("diff", source, damaged, "--json").out)
     assert list(document) == [
         *("schema", "status", "exit_code", "a", "b", "equal", "verdict", "equal_tensors", "compared_bytes"),
-        *("changes", "config_changes", "file_changes", "warnings"),
+        *("changes", "config_changes", "file_changes", "layers", "warnings"),
     ]
     assert (document["schema"], document["exit_code"], document["equal"]) == ("shardctl.diff/1", 3, False)
     assert set(document["changes"][0]) == {*("tensor", "kind", "a", "b", "count", "size", "first", "distance", "cast")}
