@@ -1177,6 +1177,7 @@ def diff(
     *,
     # options: python docs/python_api.py writes these
     all: bool = False,
+    write: str | None = None,
     threads: int | None = None,
     config: str | Path | None = None,
     rules: str | Path | None = None,
@@ -1213,6 +1214,9 @@ def diff(
 
     Options:
         all: List every difference in the text, not only the first 20.
+
+    Output:
+        write: Write the weight delta from A to B, which SGLang and apply read, to this new directory.
 
     Effort:
         threads: Number of threads. Default: one more than there are cores, at most eight.
@@ -1259,6 +1263,7 @@ def diff(
             source_options_a=source_options_a or both,
             source_options_b=source_options_b or both,
             effort=work,
+            write=check_argument("write", str | None, write),
         )
     return replace(found, show_all=check_argument("all", bool, all))
 

@@ -5,10 +5,10 @@ from typing import Annotated
 from shardctl.cli import arguments, streams
 from shardctl.cli.signature import OmittedOptions
 from shardctl.options import SourceOptions
-from shardctl.options.declaration import CommandOption, HelpPanel
+from shardctl.options.declaration import CommandOption, HelpPanel, PathAccess
 from shardctl.options.reshard_options import Threads
 
-COMMON = ("--all", "--json")
+COMMON = ("--write", "--all", "--json")
 """What -h and --help show."""
 PAGE = "docs/guide.md"
 """Where it is explained."""
@@ -17,6 +17,7 @@ EXAMPLES = """
 Examples:
   shardctl diff ./llama ./llama-tp4
   shardctl diff ./step-1000 ./step-2000 --json
+  shardctl diff ./step-1000 ./step-2000 --write ./weight_v000001
 """
 
 
@@ -33,6 +34,16 @@ def diff(
             flag="--all",
         ),
     ] = False,
+    write: Annotated[
+        str | None,
+        CommandOption(
+            HelpPanel.WRITING,
+            "Write the weight delta from A to B, which SGLang and --apply read, to this new directory.",
+            brief="Write the weight delta from A to B there",
+            metavar="DELTA",
+            access=PathAccess.REPLACED,
+        ),
+    ] = None,
     json: arguments.Json = False,
     threads: Threads = None,
     source_options: Annotated[SourceOptions, OmittedOptions({"container", "rules_from", "kv_heads"})],
@@ -44,10 +55,10 @@ def diff(
     from shardctl.verbs.diff import diff as verb
 
     with watch_effort("diff", threads) as work:
-        found = verb(a, b, source_options_a=source_options, source_options_b=source_options, effort=work)
+        found = verb(a, b, source_options_a=source_options, source_options_b=source_options, effort=work, write=write)
     streams.print_warnings(found.warnings)
     if json:
         streams.print_document(documents.build_diff_document(found))
     else:
         streams.print_view(render_difference(found, everything=everything))
-    return 0 if found.equal_all else 3
+    return 0 if found.equal_all or found.delta is not None else 3

@@ -38,7 +38,9 @@ def render_difference(diffed: DiffResult, *, everything: bool = False) -> Render
     ]
     shown = lines if everything else lines[:SHOWN_CHANGES]
     more = len(lines) - len(shown)
+    written = [render_line(diffed.delta.describe(), "bold green")] if diffed.delta is not None else []
     return Group(
+        *written,
         render_line(diffed.verdict, "bold green" if diffed.equal_all else "bold red"),
         *shown,
         *([render_line(f"and {more:,} more; --all prints them")] if more else []),

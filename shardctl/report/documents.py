@@ -12,6 +12,7 @@ from shardctl.tensors.mesh import EXPERT_AXES
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from shardctl.conversion.delta_writing import WrittenDelta
     from shardctl.conversion.engine_sums import EngineSums
     from shardctl.conversion.worker_part import ContributeResult
     from shardctl.models.derived import RuleDerivation
@@ -399,7 +400,7 @@ def _as_finite(number: float) -> float | None:
 
 def build_diff_document(result: DiffResult) -> Document:
     """Build how two checkpoints differ."""
-    return build_document_head("diff", answer=result.equal_all) | {
+    return build_document_head("diff", answer=result.equal_all or result.delta is not None) | {
         "a": result.a,
         "b": result.b,
         "equal": result.equal_all,
@@ -410,12 +411,19 @@ def build_diff_document(result: DiffResult) -> Document:
         "config_changes": [asdict(change) for change in result.config_changes],
         "file_changes": [asdict(change) for change in result.file_changes],
         "layers": [_build_layer_change(each) for each in result.layers],
+        "delta": _build_delta_document(result.delta) if result.delta is not None else None,
         "warnings": list(result.warnings),
     }
 
 
 def _build_layer_change(layer: LayerChange) -> Document:
     return asdict(layer) | {name: _as_finite(getattr(layer, name)) for name in ("relative", "change", "norm")}
+
+
+def _build_delta_document(delta: WrittenDelta) -> Document:
+    found = asdict(delta)
+    del found["warnings"]  # which are among those of the comparison
+    return found
 
 
 def _build_change_document(change: TensorChange) -> Document:

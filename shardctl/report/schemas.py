@@ -523,6 +523,19 @@ class LayerChangeFields(TypedDict):
     changed: int
 
 
+class DeltaFields(TypedDict):
+    """A weight delta that `diff --write` wrote."""
+
+    path: str
+    version: int
+    base_version: int
+    arrays: int
+    base_arrays: int
+    nbytes: int
+    base_digest: str
+    digest: str
+
+
 class DiffDocument(DocumentHead):
     """What `diff --json` prints."""
 
@@ -536,6 +549,7 @@ class DiffDocument(DocumentHead):
     config_changes: list[ConfigChange]
     file_changes: list[FileChange]
     layers: list[LayerChangeFields]
+    delta: DeltaFields | None
     warnings: list[str]
 
 

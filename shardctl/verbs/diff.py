@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from shardctl.base.amounts import format_file_size, format_plural
 from shardctl.base.dtype import CASTABLE, SMALL_FLOATS
-from shardctl.base.errors import SourceError, UnsupportedError, UsageError
+from shardctl.base.errors import (
+    DestinationError,
+    Mismatch,
+    SourceError,
+    UnsupportedError,
+    UsageError,
+    format_first_few,
+)
 from shardctl.base.result_view import ResultView
 from shardctl.base.value import value_class
 from shardctl.base.workers import ExecutionOptions
@@ -17,22 +25,25 @@ from shardctl.checkpoint.opening import in_file_order, open_checkpoint
 from shardctl.checkpoint.quantization.dequantizing import dequantize_as
 from shardctl.checkpoint.quantization.unexplained_codes import list_plain_floats
 from shardctl.checkpoint.record_crcs import checked_reader
-from shardctl.checkpoint.state_comparison import pair_states
+from shardctl.checkpoint.state_comparison import PairedStates, pair_states
 from shardctl.conversion.engine.interrupt import stop_on_signals
 from shardctl.libraries.files.extra_tensors import add_extra_tensors
+from shardctl.options import SourceOptions
+from shardctl.storage.cloud import is_bucket
+from shardctl.storage.hub import is_hub_address
+from shardctl.storage.path_overlap import is_same_or_inside
 from shardctl.tensors.training import ROOT
 from shardctl.verify.agreement import require_agreement
 from shardctl.verify.cast_losses import CastLosses
 from shardctl.verify.content import WeightChanges, compare_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-    from pathlib import Path
+    from collections.abc import Collection, Sequence
 
     from shardctl.base.dtype import DType
     from shardctl.checkpoint.opening import OpenedCheckpoint
     from shardctl.checkpoint.state_comparison import OptimizerChange
-    from shardctl.options import SourceOptions
+    from shardctl.conversion.delta_writing import WrittenDelta
     from shardctl.tensors.manifest import Tensor
     from shardctl.verify.config_comparison import ConfigChange
     from shardctl.verify.content import LayerChange, TensorDifference
@@ -82,6 +93,8 @@ class DiffResult(ResultView):
     """Side files, such as a tokenizer, that are not the same."""
     layers: tuple[LayerChange, ...] = ()
     """The layers whose floating-point weights changed, the one that changed most first."""
+    delta: WrittenDelta | None = None
+    """The weight delta that was written, if one was requested."""
     show_all: bool = False
     """Whether the text lists every difference, not only the first 20."""
 
@@ -132,17 +145,84 @@ def diff(
     source_options_a: SourceOptions | None = None,
     source_options_b: SourceOptions | None = None,
     effort: ExecutionOptions | None = None,
+    write: str | Path | None = None,
 ) -> DiffResult:
     """Compare two checkpoints tensor by tensor and bit by bit, by canonical names; their configs and side files too.
 
-    Quantized weights are compared as numbers if the other checkpoint has numbers, which a warning says.
+    Quantized weights are compared as numbers if the other checkpoint has numbers, which a warning says. With `write`, a
+    weight delta from the first to the second is written to that directory, applied to the first and compared with the
+    second before it gets its name; optimizer states are then passed over.
 
-    Raises CoverageError for elements that are missing, SourceError for copies of an element that differ, and for
-    damaged records of archives.
+    Raises CoverageError for elements that are missing, SourceError for copies of an element that differ, for damaged
+    records of archives, and for tensors between which there is no delta; DestinationError if `write` exists.
     """
     effort = effort or ExecutionOptions()
     if source_options_b is not None and source_options_b is source_options_a:
         source_options_b = replace(source_options_b, apply=())  # the deltas are those of the first
+    if write is None:
+        return _compare(a, b, source_options_a, source_options_b, effort, None)
+    from shardctl.conversion.delta_writing import publish_delta, stage_delta
+
+    destination = _check_delta_destination(write, a, b)
+    source_options_a = source_options_a or SourceOptions()
+    source_options_b = replace(source_options_b or SourceOptions(), unpadded=True)
+    with stage_delta(destination) as staging:
+        found = _compare(a, b, source_options_a, source_options_b, effort, (destination, staging))
+        patched = replace(source_options_a, apply=(*source_options_a.apply, str(staging)))
+        checked = _compare(a, b, patched, source_options_b, effort, None)
+        if checked.changes:
+            wrong = format_first_few([change.tensor for change in checked.changes])
+            raise Mismatch(f"{a} with the delta is not {b}: {wrong} differ")
+        publish_delta(staging, destination)
+    return found
+
+
+def _check_delta_destination(write: str | Path, a: str | Path, b: str | Path) -> Path:
+    """Return where a delta is written; raises an error for a place that is not a new local directory."""
+    if is_bucket(write) or is_hub_address(write):
+        raise UsageError(f"--write needs a local directory, and {write} is none", hint="copy the delta afterwards")
+    for place in (a, b):
+        if not (is_bucket(place) or is_hub_address(place)) and is_same_or_inside(Path(write), Path(place)):
+            raise DestinationError(f"{write} is in {place}, which is read", hint="write to another directory")
+    return Path(write)
+
+
+def _require_patchable(
+    changes: Sequence[TensorChange], left: OpenedCheckpoint, right: OpenedCheckpoint, *, decoded: bool
+) -> None:
+    """Raise SourceError if a delta cannot turn the tensors of one checkpoint into those of the other."""
+    names = f"{left.source.name} and {right.source.name}"
+    if decoded:
+        raise SourceError(
+            f"one of {names} is quantized and the other is not, and a weight delta changes bytes",
+            hint="convert one of them with --quantize or --dtype first",
+        )
+    for kinds, what in (
+        ({"only_in_a"}, f"only {left.source.name} has {{}}"),
+        ({"only_in_b"}, f"only {right.source.name} has {{}}"),
+        ({"shape", "dtype"}, f"{names} have other shapes or types of {{}}"),
+    ):
+        found = [
+            f"{change.tensor} ({change.a} and {change.b})" if change.a and change.b else change.tensor
+            for change in changes
+            if change.kind in kinds
+        ]
+        if found:
+            raise SourceError(
+                f"{what.format(format_first_few(found))}, and a weight delta changes bytes of tensors that both have",
+                hint="publish the whole checkpoint: shardctl reshard",
+            )
+
+
+def _compare(
+    a: str | Path,
+    b: str | Path,
+    source_options_a: SourceOptions | None,
+    source_options_b: SourceOptions | None,
+    effort: ExecutionOptions,
+    delta: tuple[Path, Path] | None,
+) -> DiffResult:
+    """Compare two checkpoints, and write a delta for a destination into a staging directory, if they are given."""
     with (
         open_checkpoint(a, source_options_a) as left,
         open_checkpoint(b, source_options_b) as right,
@@ -152,7 +232,8 @@ def diff(
         right.source.set_stop_request(effort.stop)
         companions = compare_companions(left, right)
         first, second = _decode_beside(left, right, effort), _decode_beside(right, left, effort)
-        states = pair_states(first, second)
+        weights_only = delta is not None or bool(source_options_a and source_options_a.apply)
+        states = PairedStates() if weights_only else pair_states(first, second)
         ours = {**add_extra_tensors(first.manifest).tensors, **states.ours}
         theirs = {**add_extra_tensors(second.manifest).tensors, **states.theirs}
         require_agreement(list(ours.values()), first.source, effort, first.find_spec)
@@ -170,6 +251,13 @@ def diff(
                 (narrower if _get_common_type(mine, other) is not mine.dtype else pairs).append((mine, other))
             else:
                 changes.append(TensorChange(name, kind or "dtype", _format_tensor(mine), _format_tensor(other)))
+        if delta is not None:
+            dtypes = [
+                TensorChange(mine.name, "dtype", _format_tensor(mine), _format_tensor(other))
+                for mine, other in (*pairs, *narrower)
+                if mine.dtype != other.dtype
+            ]
+            _require_patchable([*changes, *dtypes], left, right, decoded=first is not left or second is not right)
         in_file_order(pairs, first, second)
         readers = checked_reader(first), checked_reader(second)
         losses, weights = CastLosses(), WeightChanges(weights=ours.keys() - states.ours.keys())
@@ -184,6 +272,11 @@ def diff(
         found = {difference.tensor: difference for difference in differences}
         values = [_build_change(mine, other, found.get(mine.name)) for mine, other in compared]
         changes += [change for change in values if change is not None]
+        written = None
+        if delta is not None:
+            from shardctl.conversion.delta_writing import write_delta
+
+            written = write_delta(left, right, {change.tensor for change in changes}, *delta, effort)
         return DiffResult(
             str(a),
             str(b),
@@ -193,6 +286,7 @@ def diff(
             (
                 *(f"in {name}: {said}" for name, each in ((a, first), (b, second)) for said in _list_warnings(each)),
                 *companions.notes,
+                *(written.warnings if written is not None else ()),
                 *([f"not compared: {states.uncompared}"] if states.uncompared else ()),
                 *(
                     f"{name} is infinite in {format_plural(count, 'element')} in which the wider of the two is finite"
@@ -202,6 +296,7 @@ def diff(
             companions.config.changes if companions.config is not None else (),
             companions.files,
             layers,
+            written,
         )
 
 

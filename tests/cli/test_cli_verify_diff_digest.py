@@ -214,7 +214,7 @@ def test_diff_as_json(say, source, damaged):
     document = json.loads(say("diff", source, damaged, "--json").out)
     assert list(document) == [
         *("schema", "status", "exit_code", "a", "b", "equal", "verdict", "equal_tensors", "compared_bytes"),
-        *("changes", "config_changes", "file_changes", "layers", "warnings"),
+        *("changes", "config_changes", "file_changes", "layers", "delta", "warnings"),
     ]
     assert (document["schema"], document["exit_code"], document["equal"]) == ("shardctl.diff/1", 3, False)
     assert set(document["changes"][0]) == {*("tensor", "kind", "a", "b", "count", "size", "first", "distance", "cast")}

@@ -1,6 +1,7 @@
 """Weight deltas of SGLang and slime, against a receiver and a writer made from the format's description."""
 
 import json
+import re
 import shutil
 import struct
 import zlib
@@ -15,11 +16,12 @@ from safetensors import safe_open
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import save_file
 
-from shardctl.base.errors import DestinationError, SourceError, UnsupportedError, UsageError
+from shardctl.base.errors import DestinationError, ShardctlError, SourceError, UnsupportedError, UsageError
 from shardctl.cli.program import run as run_program
 from shardctl.models import describe_model
 from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.tensors.mesh import Mesh
+from shardctl.verbs.diff import diff
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.reshard import reshard
@@ -412,3 +414,162 @@ def test_reading_in_any_order_gives_the_same_bytes(tmp_path):
         source.read_at("model.safetensors", int(low), memoryview(buffer))
         assert buffer == expected[low:high]
     source.close()
+
+
+def list_left(place):
+    """What a run left in a directory, hidden or not."""
+    return sorted(each.name for each in place.iterdir())
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_written_delta_gives_the_new_bytes_to_every_receiver(tmp_path, kind, capsys):
+    """bf16, fp32 and fp8; the new checkpoint in the layout of the base, in DCP and in ranks."""
+    base = make_base(tmp_path / "base", kind)
+    new = train(base, tmp_path / "new")
+    layouts = {"hf": None} if kind == "fp8" else {"hf": None, "dcp": {"to": "dcp"}, "tp2": {"mesh": Mesh.of(tp=2)}}
+    for number, (name, layout) in enumerate(layouts.items(), 1):
+        other = new
+        if layout is not None:
+            other = tmp_path / name
+            reshard(new, other, ReshardOptions(**layout))
+        delta = tmp_path / "deltas" / name / "weight_v000001"
+        code, said = run("diff", base, other, "--write", delta, "--json", capsys=capsys)
+        assert code == 0, said
+        document = json.loads(said)
+        assert document["exit_code"] == 0
+        assert not document["equal"]
+        assert document["delta"]["version"] == 1
+        assert list_left(delta.parent) == ["weight_v000001"]
+        metadata = json.loads((delta / INDEX).read_text())["metadata"]
+        assert (metadata["version"], metadata["base_version"]) == ("000001", "000000")
+        received = tmp_path / f"received{number}"
+        shutil.copytree(base, received)
+        receive(received, delta)
+        assert read_stored(received) == read_stored(new)
+        options = SourceOptions(apply=(str(delta),))
+        assert digest(base, source_options=options).digest == digest(new).digest
+        assert document["delta"]["arrays"] == len(list_arrays(delta)) < document["delta"]["base_arrays"]
+
+
+def test_arrays_of_many_tensors_are_rebuilt_from_one_each(tmp_path):
+    config = CONFIG | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "head_dim": 8}
+    config |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
+    torch.manual_seed(3)
+    tensors = {t.name: torch.randn(t.shape).bfloat16() for t in describe_model(config | {"mlp_only_layers": []}).own()}
+    (tmp_path / "one").mkdir()
+    save_file(tensors, tmp_path / "one/model.safetensors")
+    (tmp_path / "one/config.json").write_text(json.dumps(config))
+    changed = [name for name in tensors if ".experts.1." in name or "q_proj" in name]
+    assert changed
+    (tmp_path / "two").mkdir()
+    save_file(
+        {name: t + (0.5 if name in changed else 0) for name, t in tensors.items()}, tmp_path / "two/model.safetensors"
+    )
+    (tmp_path / "two/config.json").write_text(json.dumps(config))
+    for name in ("one", "two"):
+        reshard(tmp_path / name, tmp_path / f"{name}-fused", ReshardOptions(to="hf", experts="fused"))
+        reshard(tmp_path / name, tmp_path / f"{name}-ep", ReshardOptions(mesh=Mesh.of(dp=2, ep=2)))
+    assert len(list_arrays(tmp_path / "one-fused")) < len(list_arrays(tmp_path / "one"))
+    for a, b in (("one", "two-fused"), ("one-fused", "two"), ("one-fused", "two-ep")):
+        diff(tmp_path / a, tmp_path / b, write=tmp_path / f"{a}+{b}")
+        received = tmp_path / f"received {a} {b}"
+        shutil.copytree(tmp_path / a, received)
+        receive(received, tmp_path / f"{a}+{b}")
+        assert read_stored(received) == read_stored(tmp_path / a.replace("one", "two"))
+
+
+def test_a_written_delta_follows_the_version_of_its_base(tmp_path, capsys):
+    base = make_base(tmp_path / "base")
+    first, second = train(base, tmp_path / "first", 1), train(base, tmp_path / "second", 2)
+    found = diff(base, first, write=tmp_path / "weight_v000001")
+    assert (found.delta.version, found.delta.base_version) == (1, 0)
+    options = SourceOptions(apply=(str(tmp_path / "weight_v000001"),))
+    found = diff(base, second, source_options_a=options, write=tmp_path / "weight_v000002")
+    assert (found.delta.version, found.delta.base_version) == (2, 1)
+    both = SourceOptions(apply=tuple(str(tmp_path / f"weight_v00000{n}") for n in (1, 2)))
+    assert digest(base, source_options=both).digest == digest(second).digest
+    (first / ".weight_sync").mkdir()
+    (first / ".weight_sync/state.json").write_text('{"version": "000001"}')
+    code, said = run("diff", first, second, "--write", tmp_path / "weight_v000007", capsys=capsys)
+    assert code == 2
+    assert "the next one is weight_v000002" in said
+    code, said = run("digest", second, "--apply", tmp_path / "weight_v000001", capsys=capsys)
+    assert code == 4
+    assert "is not the base of" in said
+
+
+def test_tensors_that_the_class_does_not_have_are_in_the_delta(tmp_path):
+    base = make_base(tmp_path / "base")
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    new = train(base, tmp_path / "new")
+    for number, place in enumerate((base, new)):
+        with safe_open(place / "model.safetensors", "pt") as opened:
+            tensors = {each: opened.get_tensor(each) for each in opened.keys()}  # noqa: SIM118
+        save_file({**tensors, name: torch.full((4,), float(number))}, place / "model.safetensors")
+    reshard(new, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2)))
+    for other in (new, tmp_path / "ranks"):
+        diff(base, other, write=tmp_path / f"delta of {other.name}")
+        received = tmp_path / f"received {other.name}"
+        shutil.copytree(base, received)
+        receive(received, tmp_path / f"delta of {other.name}")
+        assert read_stored(received) == read_stored(new)
+
+
+def test_what_a_delta_cannot_hold_is_refused_and_leaves_nothing(tmp_path, capsys):
+    base = make_base(tmp_path / "base")
+    with safe_open(base / "model.safetensors", "pt") as opened:
+        tensors = {each: opened.get_tensor(each) for each in opened.keys()}  # noqa: SIM118
+    odd = {
+        "more": ({**tensors, "v_head.weight": torch.ones(2)}, "only .*more has .*v_head.weight"),
+        "types": ({n: t.float() if n == NAME else t for n, t in tensors.items()}, r"types of .*q_proj.weight \(BF16"),
+    }
+    for name, (held, _) in odd.items():
+        (tmp_path / name).mkdir()
+        save_file(held, tmp_path / name / "model.safetensors")
+        shutil.copy(base / "config.json", tmp_path / name)
+    reshard(base, tmp_path / "fp8", ReshardOptions(to="hf", quantize="fp8-channel"))
+    cases = [(name, 4, message) for name, (_, message) in odd.items()] + [("fp8", 4, "is quantized and the other is")]
+    new = train(base, tmp_path / "new")
+    (tmp_path / "there").mkdir()
+    deltas = tmp_path / "deltas"
+    deltas.mkdir()
+    for name, expected, message in cases:
+        code, said = run("diff", base, tmp_path / name, "--write", deltas / "x", capsys=capsys)
+        assert code == expected, said
+        assert re.search(message, " ".join(said.split())), said
+    for place, expected in ((tmp_path / "there", 6), (base / "x", 6), (new, 6), ("s3://bucket/x", 2)):
+        code, said = run("diff", base, new, "--write", place, capsys=capsys)
+        assert code == expected, said
+    reshard(base, tmp_path / "dcp", ReshardOptions(to="dcp"))
+    code, said = run("diff", tmp_path / "dcp", new, "--write", deltas / "x", capsys=capsys)
+    assert code == 4
+    assert "--to hf" in said
+    assert list_left(deltas) == []
+
+
+def test_a_delta_that_was_written_wrongly_is_not_published(tmp_path, monkeypatch):
+    from shardctl.conversion.delta_writing import _DeltaWriter
+
+    base = make_base(tmp_path / "base")
+    new = train(base, tmp_path / "new")
+    deltas, plain = tmp_path / "deltas", _DeltaWriter._write_frame
+
+    def spoil(self, old, source, array, file):
+        found = plain(self, old, source, array, file)
+        file.seek(-9, 1)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
+        file.seek(8, 1)
+        return found
+
+    left = deltas / ".x.shardctl-delta" / "delta"
+    left.mkdir(parents=True)
+    (left / "part-0").write_text("of a run that was killed")
+    with monkeypatch.context() as patched:
+        patched.setattr(_DeltaWriter, "_write_frame", spoil)
+        with pytest.raises(ShardctlError):
+            diff(base, new, write=deltas / "x")
+    assert list_left(deltas) == []
+    assert diff(base, new, write=deltas / "x").delta.arrays
+    assert list_left(deltas) == ["x"]
