@@ -220,13 +220,14 @@ def _read_licenses(card: bytes) -> list[str]:
     import yaml  # which huggingface_hub requires
 
     try:
-        said = yaml.safe_load(found[1])
+        said = yaml.load(found[1], Loader=yaml.BaseLoader)  # noqa: S506 - it makes texts, lists and tables only
     except (yaml.YAMLError, ValueError, RecursionError):
         return []
     said = said if isinstance(said, dict) else {}
-    stated = said.get("license")
-    names = [str(name) for name in (stated if isinstance(stated, list) else [stated]) if name]
-    return [str(said.get("license_name") or name) if name.lower() == "other" else name for name in names]
+    stated, own_name = said.get("license"), said.get("license_name")
+    names = [name for name in (stated if isinstance(stated, list) else [stated]) if isinstance(name, str) and name]
+    own_name = own_name if isinstance(own_name, str) and own_name else "other"
+    return [own_name if name.lower() == "other" else name for name in names]
 
 
 def _build_finding(key: str, message: str, file: str, tensor: str = "") -> CheckFinding:

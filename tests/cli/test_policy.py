@@ -89,6 +89,8 @@ CARDS = {
     "---\nlicense: mit\n---\n": "the licence is mit",
     "---\r\nlicense: other\r\nlicense_name: llama3.1\r\n---\r\n": "the licence is llama3.1",
     "---\nlicense: [apache-2.0, gpl-3.0]\n---\n": "the licence is gpl-3.0",
+    "---\nlicense: !!bool x\n---\n": "the licence is x",
+    "---\na: &a [x, x]\nb: &b [*a, *a]\nlicense: [[*b, *b], {c: d}]\n---\n": "no licence is stated",
     "license: apache-2.0\n": "no licence is stated",
     "---\n[}: x\n---\n": "no licence is stated",
     "": "no licence is stated",
@@ -109,7 +111,7 @@ def test_each_breach_is_a_finding(model, judge):
 
 def test_a_licence_that_is_not_listed_or_not_stated_is_a_finding(model, judge):
     for card, message in CARDS.items():
-        (model / "README.md").write_text(card, newline="")
+        (model / "README.md").write_bytes(card.encode())
         ((check, said),) = judge('licenses = ["Apache-2.0"]')[1]
         assert (check, said[: len(message)]) == ("licenses", message)
 

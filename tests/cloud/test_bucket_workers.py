@@ -19,6 +19,7 @@ from shardctl.options import DestinationOptions, ReshardOptions, VerifyOptions
 from shardctl.storage.cloud import bucket as cloud_bucket
 from shardctl.storage.cloud.bucket import CloudBucket
 from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.record import ATTESTATION
 from shardctl.verbs.finish import finish
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
@@ -198,6 +199,10 @@ def test_workers_replace_a_finished_checkpoint_too(s3_place, source, tmp_path):
 
 def test_what_is_not_of_the_checkpoint_is_not_removed(s3_place, source):
     reshard(source, s3_place.address("out"), SMALL)
+    for name in ATTESTATION:  # which goes with what it was of
+        s3_place.put(f"out/{name}", b"of the old one")
+    reshard(source, s3_place.address("out"), SMALL, destination_options=DestinationOptions(overwrite=True))
+    assert ATTESTATION.isdisjoint(result(s3_place))
     s3_place.put("out/thesis.txt", b"years of work")
     with pytest.raises(DestinationError, match=r"more than the checkpoint that would be replaced: thesis\.txt"):
         reshard(source, s3_place.address("out"), ONE, destination_options=DestinationOptions(overwrite=True))

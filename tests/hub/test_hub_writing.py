@@ -12,6 +12,7 @@ from huggingface_hub import _commit_api, constants
 from shardctl.base.errors import AccessError, DestinationError, OccupiedDestinationError, TransientError, UsageError
 from shardctl.options import DestinationOptions, ReshardOptions, VerifyOptions
 from shardctl.tensors.mesh import Mesh
+from shardctl.tensors.record import ATTESTATION
 from shardctl.verbs.digest import digest
 from shardctl.verbs.dry_run import rehearse_reshard
 from shardctl.verbs.finish import finish
@@ -163,6 +164,9 @@ def test_done_already_and_replaced(hub, source):
     reshard(source, PLACE, ReshardOptions(to="hf"), destination_options=DestinationOptions(overwrite=True))
     assert len(hub.repositories[NAME].commits) == commits + 1
     assert not [path for path in files(hub) if path.startswith("shard-")]
+    hub.repositories[NAME].push(files(hub) | dict.fromkeys(ATTESTATION, b"of the old one"))
+    reshard(source, PLACE, TP2, destination_options=DestinationOptions(overwrite=True))
+    assert ATTESTATION.isdisjoint(files(hub))
     hub.repositories[NAME].push(files(hub) | {"mine.txt": b""})
     with pytest.raises(DestinationError, match=r"holds more than the checkpoint that would be replaced: mine\.txt"):
         reshard(source, PLACE, TP2, destination_options=DestinationOptions(overwrite=True))
