@@ -1,5 +1,6 @@
 """Defines the command line of `shardctl finish`."""
 
+import shlex
 import time
 from typing import Annotated
 
@@ -39,3 +40,4 @@ def finish(
         streams.print_document(documents.build_finish_document(done, seconds))
     else:
         streams.print_view(render_finished(done, seconds))
+        streams.print_progress(f"next: shardctl verify {shlex.quote(dst)} --level full\n")

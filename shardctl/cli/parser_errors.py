@@ -58,13 +58,15 @@ def _translate_message(error: typer.TyperException, args: Sequence[str]) -> Usag
         message = error.message if near else error.format_message()
     message = message.strip().rstrip(".").replace(": Value error, ", ": ")
     message = message[:1].lower() + message[1:]
+    aliases = _list_typed_aliases(args, context)
     rejected = _INVALID_VALUE_PATTERN.fullmatch(message)
     if rejected is not None:
         option, rest = rejected["option"], rejected["rest"]
         for begin, said in _NUMBER_ERROR_MESSAGES.items():
             if rest.startswith(begin):
-                message = f"{option}: {said.format(value=repr(_find_value(args, option)))}"
-                guess = guess or _guess_number(_find_value(args, option))
+                value = _find_value(args, aliases.get(option, option))
+                message = f"{option}: {said.format(value=repr(value))}"
+                guess = guess or _guess_number(value)
         choice = _INVALID_CHOICE_PATTERN.fullmatch(rest)
         guess = guess or (_guess_choice(choice["value"], choice["choices"]) if choice is not None else "")
         if choice is not None and option == "--dtype" and "--quantize" in _list_options(context):
@@ -83,6 +85,8 @@ def _translate_message(error: typer.TyperException, args: Sequence[str]) -> Usag
     path = context.command_path if context else "shardctl"
     message = _BOUND_ERROR_PATTERN.sub(lambda found: f"must be at {_BOUND_WORDS[found[1].lower()]} {found[2]}", message)
     message = _PYDANTIC_ERROR_PATTERN.sub("the value is not of the kind that it takes", message)
+    for flag, alias in aliases.items():
+        message = re.sub(rf"{flag}(?![\w-])", alias, message)
     hint = f"did you mean {guess.rstrip('?')}?" if guess else f"{path} --help lists the arguments"
     return UsageError(message, hint=hint)
 
@@ -114,6 +118,16 @@ def _guess_choice(value: str, choices: str) -> str:
     known = re.findall(r"'([^']*)'", choices)
     meant = foreign_words.CHOICES.get(value.lower(), "")
     return meant if meant in known else next(iter(get_close_matches(value.lower(), known, 1, _MIN_SIMILARITY)), "")
+
+
+def _list_typed_aliases(args: Sequence[str], context: typer.Context | None) -> dict[str, str]:
+    """List the options that a command line gives by another name, each with that name: the parser saw the first one."""
+    from shardctl.cli.signature import list_aliases
+
+    function = context.command.callback if context is not None else None
+    typed = {arg.partition("=")[0]: arg.partition("=")[0].replace("_", "-") for arg in args}
+    meant = list_aliases(function) if function is not None else {}
+    return {meant[name][0]: arg for arg, name in typed.items() if name in meant and not meant[name][1]}
 
 
 def _find_value(args: Sequence[str], option: str) -> str:

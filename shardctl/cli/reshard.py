@@ -180,12 +180,18 @@ def _list_missing_files(done: object) -> list[str]:
 
 
 def _suggest_verification(dst: str, src: str, done: object, *, comparable: bool) -> None:
-    """Say how to prove the result; the source is named where it is `comparable` without further options of verify."""
+    """Say how to prove the result; the source is named where it is `comparable` without further options of verify.
+
+    A part of a result is whole only after `shardctl finish`, which is named once all parts are written.
+    """
+    from shardctl.conversion.worker_part import ContributeResult
     from shardctl.verbs.finish import FinishResult
     from shardctl.verbs.reshard import ReshardResult
 
+    if isinstance(done, ContributeResult) and not done.missing and not done.finished:
+        streams.print_progress(f"next: shardctl finish {shlex.quote(dst)}\n")
     if not isinstance(done, ReshardResult | FinishResult):
-        return  # a part of a result, which is whole only after `shardctl finish`
+        return
     against = f" --against {shlex.quote(src)}" if comparable and isinstance(done, ReshardResult) else ""
     streams.print_progress(f"next: shardctl verify {shlex.quote(dst)} --level full{against}\n")
 

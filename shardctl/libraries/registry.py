@@ -171,20 +171,30 @@ def _check_names(found: Manifest) -> Manifest:
 
 def refuse_nested_saves(source: Source) -> None:
     """Raise SourceError if checkpoints are in folders of the source, and it is not said which."""
-    from shardctl.libraries.files.nested_saves import choose_nested_save, list_nested_saves, list_unfinished_saves
+    from shardctl.libraries.files.nested_saves import (
+        choose_nested_save,
+        list_nested_saves,
+        list_unfinished_saves,
+        list_weight_folders,
+    )
 
     files = source.files()
     saves, chosen, unfinished = list_nested_saves(files), choose_nested_save(files), list_unfinished_saves(files)
-    hint = f"the weights are in {source.name}/{chosen}: give that"
     if not saves and not chosen and unfinished:
         raise SourceError(
             f"{source.name}/{unfinished[-1]} holds torch.distributed.checkpoint files, but no {DCP_METADATA}",
             hint=dcp.HOW_METADATA_IS_LOST,
         )
     if not saves and chosen:
-        raise SourceError(f"{source.name} holds no checkpoint itself, but a folder in it does", hint=hint)
+        others = list_weight_folders(files)
+        held, hint = "a folder in it does", f"the weights are in {source.name}/{chosen}: give that"
+        if len(others) > 1:
+            shown = ", ".join(others[:_MAX_NAMES_SHOWN]) + (", ..." if len(others) > _MAX_NAMES_SHOWN else "")
+            held, hint = f"{len(others)} folders in it do: {shown}", f"give one of them, such as {source.name}/{chosen}"
+        raise SourceError(f"{source.name} holds no checkpoint itself, but {held}", hint=hint)
     if not saves:
         return
+    hint = f"the weights are in {source.name}/{chosen}: give that"
     if chosen in saves:
         hint = f"give one of them, such as {source.name}/{chosen}"
     elif not chosen:

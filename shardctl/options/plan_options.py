@@ -82,7 +82,9 @@ def parse_part(text: str) -> float:
     except ValueError:
         part = 0.0
     if not 0 < part <= 1:
-        raise UsageError(f"{text!r} is no part of a device", hint="write a number above 0 and up to 1, such as 0.9")
+        raise UsageError(
+            f"{text!r} is not a fraction of a device", hint="write a number above 0 and up to 1, such as 0.9"
+        )
     return part
 
 

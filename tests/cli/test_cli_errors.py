@@ -73,6 +73,12 @@ BOTH = [
         (["reshard", "x", "y", "--dtype", "BFloat16"], f"{DTYPE} 'BFloat16' {DTYPES}", "did you mean bf16?"),
         (["reshard", "x", "y", "--dtype", "half"], f"{DTYPE} 'half' {DTYPES}", "did you mean fp16?"),
         (["plan", "x", "--batch", "8k"], "--batch: '8k' is not a whole number", "did you mean 8192 or 8000?"),
+        (["plan", "x", "--users", "8k"], "--users: '8k' is not a whole number", "did you mean 8192 or 8000?"),
+        (
+            ["plan", "x", "--max-num-seqs=few"],
+            "--max-num-seqs: 'few' is not a whole number",
+            "shardctl plan --help lists the arguments",
+        ),
         (["plan", "x", "--batch=32,768"], "--batch: '32,768' is not a whole number", "did you mean 32768?"),
         (["plan", "x", "--batch=0"], "invalid value for '--batch': must be at least 1", PLAN_HELP),
         (
@@ -397,3 +403,13 @@ def test_the_record_of_a_checkpoint_is_not_the_checkpoint(say, source, tmp_path,
 def test_what_other_tools_call_an_option_names_one_that_some_verb_has(say):
     listed = "".join(say(verb, "--help-all")[1] for verb in ("plan", "reshard", "verify"))
     assert [meant for meant in OPTIONS.values() if not re.search(rf"{meant.partition(' ')[0]}\b", listed)] == []
+
+
+def test_a_folder_of_checkpoints_names_them(say, tmp_path):
+    for name, hint in (("b", "the weights are in {0}/b: give that"), ("a", "give one of them, such as {0}/b")):
+        (tmp_path / "big" / name).mkdir(parents=True)
+        (tmp_path / "big" / name / "model.safetensors").write_bytes(b"")
+        said = say("inspect", tmp_path / "big")
+        assert said.code == 4
+        assert hint.format(tmp_path / "big") in said.err
+    assert "but 2 folders in it do: a, b" in said.err

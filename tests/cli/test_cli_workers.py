@@ -25,9 +25,11 @@ def one(say, source, tmp_path):
 def test_three_workers_in_any_order_give_the_bytes_of_one(say, source, one, tmp_path, order):
     out = tmp_path / "out"
     for number in order:
-        assert say("reshard", source, out, *MESH, "--worker", f"{number}/3").code == 0
+        written = say("reshard", source, out, *MESH, "--worker", f"{number}/3")
+        assert written.code == 0
+        assert (f"next: shardctl finish {out}\n" in written.err) is (number == order[-1])
     found = say("finish", out)
-    assert (found.code, found.err) == (0, "")
+    assert (found.code, found.err) == (0, f"next: shardctl verify {out} --level full\n")
     count = len(json.loads((out / "shardctl.json").read_text())["tensors"])
     held = f"{out} holds {count} tensors, sharded for pp2 x tp2 ("
     assert found.out.startswith(f"done: {held}")

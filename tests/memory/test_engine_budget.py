@@ -139,7 +139,7 @@ def test_nothing_is_kept_where_the_rest_needs_it_all():
 def test_parts_and_engines_that_nobody_can_count_with():
     assert parse_part("0.9") == 0.9
     for text in ("0", "1.1", "ninety", "-1", "nan"):
-        with pytest.raises(UsageError, match="is no part of a device"):
+        with pytest.raises(UsageError, match="is not a fraction of a device"):
             parse_part(text)
     with pytest.raises(UsageError, match="--utilization needs a device"):
         _build_budget(PlanOptions(utilization=0.9))

@@ -43,6 +43,27 @@ def list_unfinished_saves(paths: Iterable[str]) -> list[str]:
     return sorted((each for each in folders if f"{each}/{DCP_METADATA}" not in paths), key=_split_numbers)
 
 
+def list_weight_folders(paths: Iterable[str]) -> list[str]:
+    """List the folders of a run that hold weights, the newest last, as numbers in their names say.
+
+    >>> list_weight_folders(["b/model.safetensors", "a/model.safetensors", "optimizer/.metadata", "c/notes.txt"])
+    ['a', 'b']
+    """
+    weights = sorted((each for each in _list_save_folders(paths) if not _is_optimizer(each)), key=_split_numbers)
+    return [folder for folder in weights if folder.rpartition("/")[2] not in _AUXILIARY_FOLDER_NAMES] or weights
+
+
+def _list_save_folders(paths: Iterable[str]) -> set[str]:
+    """List the folders with a distributed checkpoint, safetensors files or torch's files of weights."""
+    paths = list(paths)
+    plain = {
+        folder
+        for folder, _, name in (path.rpartition("/") for path in paths)
+        if folder and (name.endswith(SAFETENSORS) or _TORCH_WEIGHTS.fullmatch(name))
+    }
+    return plain | {*list_nested_saves(paths)}
+
+
 def choose_nested_save(paths: Iterable[str]) -> str:
     """Choose the folder of a run to give: of weights, and above them if an optimizer is beside; empty for none.
 
@@ -54,14 +75,7 @@ def choose_nested_save(paths: Iterable[str]) -> str:
     ''
     """
     paths = list(paths)
-    folders = {*list_nested_saves(paths)}
-    folders |= {
-        folder
-        for folder, _, name in (path.rpartition("/") for path in paths)
-        if folder and (name.endswith(SAFETENSORS) or _TORCH_WEIGHTS.fullmatch(name))
-    }
-    weights = sorted((folder for folder in folders if not _is_optimizer(folder)), key=_split_numbers)
-    plain = [folder for folder in weights if folder.rpartition("/")[2] not in _AUXILIARY_FOLDER_NAMES] or weights
+    folders, plain = _list_save_folders(paths), list_weight_folders(paths)
     if not plain:
         return ""
     above, _, name = plain[-1].rpartition("/")
