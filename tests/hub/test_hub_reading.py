@@ -5,11 +5,13 @@ import json
 import pytest
 from hub_models import content, model, write
 
-from shardctl.options import ReshardOptions
+from shardctl.base.errors import UsageError
+from shardctl.options import ReshardOptions, VerifyOptions
 from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.reshard import reshard
+from shardctl.verbs.verify import verify
 
 NAME = "someone/llama"
 
@@ -29,6 +31,18 @@ def test_a_model_is_described_as_the_same_files_are(files, tmp_path):
         here.tensors, here.dtypes, here.carried, here.dropped,
     )  # fmt: skip
     assert digest(NAME).digest == digest(tmp_path / "here").digest
+
+
+def test_a_policy_judges_every_file_there_and_a_signature_none(hub, tmp_path):
+    (tmp_path / "policy.toml").write_text('code_files = "forbid"\npickles = "forbid"\nlicenses = ["mit"]\n')
+    hub.add(NAME, model() | {"modeling_x.py": b"", "notes": b"\x80\x04N.", "README.md": b"---\nlicense: mit\n---\n"})
+    found = verify(NAME, VerifyOptions(policy=tmp_path / "policy.toml"))
+    assert [(each.check, each.file) for each in found.findings] == [
+        ("code_files", "modeling_x.py"),
+        ("pickles", "notes"),
+    ]
+    with pytest.raises(UsageError, match="is not a local directory, and signatures are of those"):
+        verify(NAME, VerifyOptions(attestation=True, public_key=tmp_path / "key.pub"))
 
 
 def test_how_weights_are_quantized_is_read_from_a_sidecar(hub):
