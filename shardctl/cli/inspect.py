@@ -3,11 +3,12 @@
 from typing import Annotated
 
 from shardctl.cli import arguments, streams
+from shardctl.cli.command_line import recall_command
 from shardctl.cli.signature import OmittedOptions
 from shardctl.options import InspectOptions, SourceOptions
 from shardctl.options.declaration import CommandOption, HelpPanel
 
-COMMON = ("--tensors", "--show-rules", "--stats", "--json", "--from", "--config", "--rules")
+COMMON = ("--tensors", "--show-rules", "--stats", "--report", "--json", "--from", "--config", "--rules")
 """What -h and --help show."""
 PAGE = "docs/guide.md"
 """Where it is explained."""
@@ -17,6 +18,7 @@ Examples:
   shardctl inspect ./llama
   shardctl inspect ./model.safetensors --tensors --json
   shardctl inspect ./llama --stats --memory 256MiB
+  shardctl inspect ./llama --report llama.html
 """
 
 
@@ -26,6 +28,7 @@ def inspect(
     tensors: Annotated[bool, CommandOption(HelpPanel.GENERAL, "List every tensor.", brief="List every tensor")] = False,
     inspect_options: InspectOptions,
     json: arguments.Json = False,
+    report: arguments.Page = None,
     source_options: Annotated[SourceOptions, OmittedOptions({"kv_heads"})],
 ) -> None:
     """Show the format, layout, model, types and ties of a checkpoint. Reads headers only, unless --stats is given."""
@@ -42,6 +45,10 @@ def inspect(
     else:
         found = verb(src, inspect_options, source_options=source_options)
     streams.print_warnings(found.warnings)
+    if report:
+        from shardctl.report.pages.inspect_page import render_inspect_page
+
+        streams.write_report(report, render_inspect_page(found, recall_command()))
     if json:
         streams.print_document(documents.build_inspect_document(found, tensors=tensors, rules=rules))
     elif found.derivation is not None and not tensors and found.statistics is None:

@@ -175,8 +175,8 @@ def _render_statistics(found: CheckpointStatistics, *, tensors: bool) -> list[Re
     heads = ("elements", "norm", "mean", "largest", "zeros", "NaN", "inf")
     rows = [
         (*heads, "layer"),
-        *((*_format_statistics(layer.values), layer.name) for layer in found.layers),
-        (*_format_statistics(found.total), "all"),
+        *((*format_statistics(layer.values), layer.name) for layer in found.layers),
+        (*format_statistics(found.total), "all"),
     ]
     right = frozenset(range(len(heads)))
     parts: list[RenderableType] = [*map(render_line, found.notes), render_table(rows, right=right)]
@@ -184,7 +184,7 @@ def _render_statistics(found: CheckpointStatistics, *, tensors: bool) -> list[Re
         return [*parts, render_line("--tensors prints them for each tensor")]
     rows = [
         (*heads, "dtype", "tensor"),
-        *((*_format_statistics(each.values), each.dtype, each.name) for each in found.tensors),
+        *((*format_statistics(each.values), each.dtype, each.name) for each in found.tensors),
     ]
     # lines of text: a table of 40,000 rows would take 250 MiB, which --memory does not count
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -192,7 +192,8 @@ def _render_statistics(found: CheckpointStatistics, *, tensors: bool) -> list[Re
     return [*parts, "", *(render_line(f"{line}  {row[-1]}") for line, row in zip(lines, rows, strict=True))]
 
 
-def _format_statistics(values: ValueStatistics | None) -> tuple[str, ...]:
+def format_statistics(values: ValueStatistics | None) -> tuple[str, ...]:
+    """Format what values are, for the columns of a table."""
     if values is None:
         return ("",) * 7
     numbers = (f"{each:.6g}" for each in (values.norm, values.mean, values.largest))

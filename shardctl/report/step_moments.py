@@ -76,14 +76,18 @@ def build_moments_document(rank: RankEstimate) -> Document | None:
     }
 
 
-def list_areas(moments: Sequence[StepEvent]) -> list[tuple[Category, list[tuple[float, float]]]]:
-    """List the stacked areas of a picture, each a category and the corners of its polygon, from 0 to 1000 both ways."""
-    full = max((moment.nbytes for moment in moments), default=0) or 1
+def list_areas(
+    moments: Sequence[StepEvent], full: float, runtime: int = 0
+) -> list[tuple[Category, list[tuple[float, float]]]]:
+    """List the stacked areas of a picture, each a category and the corners of its polygon, from 0 to 1000 both ways.
+
+    `full` are the bytes at the top. The bytes of the runtime are the same at all moments.
+    """
     step = _PICTURE_SIZE_UNITS / max(1, len(moments) - 1)
     below = [0] * len(moments)
     found: list[tuple[Category, list[tuple[float, float]]]] = []
     for category in CATEGORIES:
-        sizes = [moment.parts.get(category, 0) for moment in moments]
+        sizes = [moment.parts.get(category, 0) + runtime * (category == "runtime") for moment in moments]
         if not any(sizes):
             continue
         above = [base + size for base, size in zip(below, sizes, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import defaultdict
 from dataclasses import replace
@@ -19,6 +20,7 @@ from shardctl.checkpoint.pipeline_parts import is_pipeline, list_pipeline_parts
 from shardctl.models import build_rule_table
 from shardctl.models.names.binding import list_ungathered_weights
 from shardctl.models.names.wrapping import AmbiguousNamesError, list_whole_readings
+from shardctl.models.quantization.settings import find_quantization_config
 from shardctl.models.submodels.draft_models import name_draft_model
 from shardctl.options import InspectOptions, SourceOptions
 from shardctl.tensors.manifest import first_byte, name_block, sort_naturally
@@ -188,6 +190,10 @@ class InspectResult(ResultView):
     """Whether they list the rules in force."""
     complete: bool | None = None
     """Whether every tensor of the class is there with all its elements; None if the class is not known."""
+    file_sizes: tuple[int, ...] = ()
+    """Bytes of each of `files`."""
+    quantization: tuple[tuple[str, str], ...] = ()
+    """How the weights are quantized, as the config or the stored names say it: what, and its value."""
     statistics: CheckpointStatistics | None = None
     """What the values are; None if only headers were read."""
 
@@ -361,7 +367,33 @@ def _build_result(path: str, checkpoint: OpenedCheckpoint) -> InspectResult:
         extra=checkpoint.list_extra_tensors(),
         subtrees=tuple(_list_subtrees(checkpoint)),
         complete=_is_complete(checkpoint),
+        file_sizes=tuple(file.size for file in manifest.files.values()),
+        quantization=tuple(_list_quantization(checkpoint)),
     )
+
+
+def _list_quantization(checkpoint: OpenedCheckpoint) -> Iterator[tuple[str, str]]:
+    """List how weights are quantized: what stored names show, what the config says, and how many weights it means."""
+    if checkpoint.stored_quantization is not None:
+        yield "arrays", checkpoint.stored_quantization.title
+    try:
+        settings = find_quantization_config(checkpoint.config or {})
+    except SourceError:  # `model_error` says it
+        settings = None
+    values = settings.values if settings is not None else {}
+    for key, value in values.items():
+        if value is None:
+            continue
+        text = value if isinstance(value, str) else json.dumps(value, default=str)
+        yield key, text if len(text) <= _MAX_SETTING_CHARACTERS else f"{text[:_MAX_SETTING_CHARACTERS]}..."
+    encodings = checkpoint.model.encodings.values() if checkpoint.model is not None else ()
+    stored = sum(each.name(each.arrays[0]) in checkpoint.manifest.tensors for each in encodings)
+    if stored:
+        yield "quantized weights", f"{stored:,}"
+
+
+_MAX_SETTING_CHARACTERS: Final = 200
+"""Characters of one setting, such as a list of modules; the config has the rest."""
 
 
 def _is_complete(checkpoint: OpenedCheckpoint) -> bool | None:

@@ -73,7 +73,12 @@ def make_verify(page):
     run(["verify", str(page.parent / "cut"), "--load", "cpu", "--report", str(page)])
 
 
+def make_inspection(page):
+    run(["inspect", str(ROOT / "fixtures/modelopt/nvfp4"), "--stats", "--report", str(page)])
+
+
 PAGES = {
+    "inspect": make_inspection,
     "train": make_train,
     "search": make_search,
     "conversion": make_conversion,

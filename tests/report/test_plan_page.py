@@ -107,6 +107,12 @@ def test_a_page_has_the_pictures_of_its_purpose(tmp_path):
     )
     assert "The pipeline: interleaved, 2 stages, 4 microbatches, 2 chunks a stage" in page
     assert page.count('class="forward chunk1"') == 8
+    limit = re.search(r'class="limit"[^>]*y1="([\d.]+)"[^>]*/><text[^>]*>limit of the device: [\d.]+ GiB</text>', page)
+    ticks = re.findall(r'y="([\d.]+)" text-anchor="end">([\d.]+) GiB</text>', page)
+    budget = float(re.search(r"limit of the device: ([\d.]+) GiB", page)[1])
+    (first, low), (last, high) = [(float(y) - 4, float(size)) for y, size in (ticks[0], ticks[-1])]
+    assert float(limit[1]) == pytest.approx(first + (last - first) * (budget - low) / (high - low), abs=0.2)
+    assert "moments of a step, in order of time" in page
     search = make_page(tmp_path / "b.html", LLAMA, "--gpu", "h100", "--search", "--gpus", "8")
     assert 'class="dot best"' in search
     assert 'class="frontier"' in search

@@ -1,13 +1,17 @@
 """The pages of `verify` and `reshard` say what was found and done, and what is to be done next."""
 
 import html
+import json
+import re
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from shardctl.cli.program import run
 
-STORED = Path(__file__).parents[2] / "fixtures/peft/hf/llama"
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+STORED = FIXTURES / "peft" / "hf" / "llama"
 
 
 @pytest.fixture
@@ -78,3 +82,33 @@ def test_a_checkpoint_that_cannot_be_read_has_a_page_too(tmp_path):
     assert "NOT VERIFIED" in text
     assert "<script" not in text
     assert "&lt;script&gt;alert(1)" in text
+
+
+def test_inspect_shows_where_the_bytes_are_without_reading_values(tmp_path):
+    page, source = tmp_path / "page.html", FIXTURES / "modelopt" / "nvfp4"
+    assert run(["inspect", str(source), "--report", str(page)]) == 0
+    text = html.unescape(page.read_text())
+    assert "lm_head.weight (BF16): 4.0 KiB, 12.9 %" in text
+    assert re.search(r"<td>model.layers.\*.mlp.up_proj.weight</td><td>U8</td><td class=\"n\">1</td>", text)
+    assert "<dt>quant_algo</dt><dd>NVFP4</dd>" in text
+    assert "<dt>quantized weights</dt><dd>7</dd>" in text
+    assert "model.safetensors: 35.0 kB" in text
+    assert "no value was read" in text
+    assert "Values" not in text
+    for outside in ("http://", "https://", "<script", "src="):
+        assert outside not in text, "a page needs no network"
+    assert run(["inspect", str(source), "--stats", "--report", str(page)]) == 0
+    text = page.read_text()
+    assert "7 quantized weights were decoded to F32" in text
+    assert re.search(r"<td>model.layers.0</td><td class=\"n\">41,088</td><td class=\"n\">12.0143</td>", text)
+    tied = tmp_path / "tied"
+    config = {**json.loads((STORED / "config.json").read_text()), "tie_word_embeddings": True}
+    tied.mkdir()
+    (tied / "config.json").write_text(json.dumps(config))
+    arrays = load_file(next(STORED.glob("*.safetensors")))
+    arrays.pop("lm_head.weight", None)
+    save_file(arrays, tied / "model.safetensors")
+    assert run(["inspect", str(tied), "--report", str(page)]) == 0
+    assert "<td>lm_head.weight</td><td>model.embed_tokens.weight</td>" in page.read_text()
+    assert run(["inspect", str(FIXTURES / "configs_public" / "llama-3.1-8b.json"), "--report", str(page)]) == 0
+    assert "a config without weights" in page.read_text()

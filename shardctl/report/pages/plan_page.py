@@ -15,8 +15,8 @@ from shardctl.report.pages.bars import list_categories, list_rank_groups, name_l
 from shardctl.report.pages.flow import draw_flows
 from shardctl.report.pages.page import render_page
 from shardctl.report.pages.pipeline import draw_pipeline
-from shardctl.report.pages.scatter import draw_search
-from shardctl.report.pages.svg import draw_picture, draw_polygon, draw_shapes
+from shardctl.report.pages.scatter import draw_memory_axis, draw_search
+from shardctl.report.pages.svg import draw_line, draw_picture, draw_polygon, draw_shapes, draw_text
 from shardctl.report.pages.treemap import draw_parameters, list_looks
 from shardctl.report.planning import (
     STYLES,
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from shardctl.estimate.rank_estimate import MeshEstimate
     from shardctl.estimate.term import MemoryTerm
+    from shardctl.estimate.training.timeline import StepEvent
     from shardctl.planning.needs_table import NeedsTable
     from shardctl.planning.plan_result import PlanResult
     from shardctl.tensors.mesh import Mesh
@@ -46,8 +47,11 @@ _MAX_RANKS_DRAWN: Final = 512
 """Ranks in the picture of the mesh; beyond, one line says how many more there are."""
 _MAX_RANKS_PER_LINE: Final = 16
 """Ranks of one line of it."""
-_AREA_CHART_HEIGHT_PIXELS: Final = 220
-"""Pixels of the picture of moments."""
+_AREA_CHART_HEIGHT_PIXELS: Final = 300
+"""Pixels of the picture of moments, with its axes."""
+_AREA_TOP_PIXELS: Final = 24
+_AREA_BOTTOM_PIXELS: Final = 244
+_AREA_LEFT_PERCENT: Final = 16.0
 
 
 _CSS_CLASSES_BY_STYLE: Final = {"bold green": "yes", "bold yellow": "tight", "bold red": "no", "bold": ""}
@@ -125,15 +129,55 @@ def _collect_pictures(planned: PlanResult) -> dict[str, Any]:
 
 
 def _draw_moments(planned: PlanResult) -> Markup:
-    binding = planned.forecast.estimate.binding
+    """Draw the memory of a step over its moments, the runtime on top, and a line at the limit of the device."""
+    estimate = planned.forecast.estimate
+    binding, budget = estimate.binding, estimate.budget
+    moments = binding.timeline.list_moments() if binding.timeline is not None else ()
+    peak = binding.total().nbytes
+    runtime = peak - max(moment.nbytes for moment in moments)
+    full = max(peak, budget or 0) * 1.05
+
+    def down(nbytes: float) -> float:
+        return _AREA_BOTTOM_PIXELS - (_AREA_BOTTOM_PIXELS - _AREA_TOP_PIXELS) * nbytes / full
+
     shapes = [
         draw_polygon(corners, look=name_look(category), title=category)
-        for category, corners in list_areas(binding.timeline.list_moments() if binding.timeline is not None else ())
+        for category, corners in list_areas(moments, full, runtime)
     ]
-    label = f"bytes of each category in each moment of a step on rank {binding.holding.rank}"
-    return draw_picture(
-        [draw_shapes(0, 0, 100, _AREA_CHART_HEIGHT_PIXELS, shapes)], height=_AREA_CHART_HEIGHT_PIXELS, label=label
+    width, height = 100 - _AREA_LEFT_PERCENT, _AREA_BOTTOM_PIXELS - _AREA_TOP_PIXELS
+    parts = [
+        *draw_memory_axis(_AREA_LEFT_PERCENT, full, down),
+        draw_text(0, 12, "memory", look="tick"),
+        draw_shapes(_AREA_LEFT_PERCENT, _AREA_TOP_PIXELS, width, height, shapes),
+        draw_line(_AREA_LEFT_PERCENT, _AREA_TOP_PIXELS, _AREA_LEFT_PERCENT, _AREA_BOTTOM_PIXELS, look="axis"),
+        *_draw_moment_names(moments),
+    ]
+    if budget:
+        said = f"limit of the device: {format_memory_size(budget)}"
+        parts.append(draw_line(_AREA_LEFT_PERCENT, down(budget), 100, down(budget), look="limit"))
+        parts.append(draw_text(100, down(budget) - 5, said, look="tick", anchor="end"))
+    limit = f", of {format_memory_size(budget)}" if budget else ""
+    label = (
+        f"bytes of each category in each moment of a step on rank {binding.holding.rank}; "
+        f"the peak is {format_memory_size(peak)}{limit}"
     )
+    return draw_picture(parts, height=_AREA_CHART_HEIGHT_PIXELS, label=label)
+
+
+def _draw_moment_names(moments: Sequence[StepEvent]) -> list[str]:
+    """Write the first and the last moment below the axis, and below them the one with the peak, at its place."""
+    most = max(range(len(moments)), key=lambda place: moments[place].nbytes)
+    share = most / max(1, len(moments) - 1)
+    at = _AREA_LEFT_PERCENT + (100 - _AREA_LEFT_PERCENT) * share
+    anchor = "start" if share < 1 / 3 else "end" if share > 2 / 3 else "middle"
+    top = _AREA_BOTTOM_PIXELS
+    return [
+        draw_line(at, top, at, top + 22, look="axis"),
+        draw_text(at, top + 36, f"peak: {moments[most].name}", look="tick", anchor=anchor),
+        draw_text(_AREA_LEFT_PERCENT + 1, top + 18, "start of the step", look="tick"),
+        draw_text(100, top + 18, "end", look="tick", anchor="end"),
+        draw_text(100, top + 52, "moments of a step, in order of time", look="tick", anchor="end"),
+    ]
 
 
 def _draw_schedule(planned: PlanResult) -> dict[str, Any] | None:

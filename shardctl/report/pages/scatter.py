@@ -81,13 +81,7 @@ def _make_log_scale(values: Sequence[float], left: float, right: float) -> Calla
 def _draw_axes(
     scores: Sequence[float], across: Callable[[float], float], most: float, down: Callable[[float], float]
 ) -> list[str]:
-    step = _round_step(most / _TARGET_TICK_COUNT)
-    parts = [draw_line(_PLOT_LEFT_PERCENT, _PLOT_BOTTOM_PIXELS, 100, _PLOT_BOTTOM_PIXELS, look="axis")]
-    for number in range(floor(most / step) + 1):
-        at = down(number * step)
-        parts.append(draw_line(_PLOT_LEFT_PERCENT, at, 100, at, look="grid"))
-        size = format_memory_size(int(number * step)) if number else "0"
-        parts.append(draw_text(_PLOT_LEFT_PERCENT - 1, at + 4, size, look="tick", anchor="end"))
+    parts = draw_memory_axis(_PLOT_LEFT_PERCENT, most, down)
     last = -100.0
     for value in _list_round_values(min(scores), max(scores)):
         if across(value) - last > 14 and across(value) <= _PLOT_RIGHT_PERCENT:  # noqa: PLR2004 - percent that a label takes
@@ -103,6 +97,18 @@ def _draw_axes(
             anchor="middle",
         )
     )
+    return parts
+
+
+def draw_memory_axis(left: float, most: float, down: Callable[[float], float]) -> list[str]:
+    """Draw the axis of 0 at the bottom, and a line and a size at each step up to `most` bytes; `left` is in percent."""
+    step = _round_step(most / _TARGET_TICK_COUNT)
+    parts = [draw_line(left, down(0), 100, down(0), look="axis")]
+    for number in range(floor(most / step) + 1):
+        at = down(number * step)
+        parts.append(draw_line(left, at, 100, at, look="grid"))
+        size = format_memory_size(int(number * step)) if number else "0"
+        parts.append(draw_text(left - 1, at + 4, size, look="tick", anchor="end"))
     return parts
 
 

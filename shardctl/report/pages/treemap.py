@@ -32,9 +32,17 @@ Cell = tuple[float, float, float, float]
 """Left, top, width and height."""
 
 
+NamedArea = tuple[str, str, int]
+"""Name, look and bytes."""
+
+
 def draw_parameters(inventory: TensorInventory) -> Markup | None:
     """Draw the tensors of a model by their bytes; None where there are none."""
-    areas = list_areas_by_name(inventory)
+    return draw_areas(list_areas_by_name(inventory), label="the model's tensors by their bytes")
+
+
+def draw_areas(areas: Sequence[NamedArea], *, label: str) -> Markup | None:
+    """Draw areas, the largest first, each with its name and its share; None where there is no byte."""
     whole = sum(nbytes for _, _, nbytes in areas)
     if not whole:
         return None
@@ -51,18 +59,32 @@ def draw_parameters(inventory: TensorInventory) -> Markup | None:
             lines = [draw_text(0, 14, f"\u00a0{_shorten_name(name)}", look="area-name")]
             lines += [draw_text(0, 29, f"\u00a0{size}", look="area-size")] * (height > 34)  # noqa: PLR2004 - two lines
             parts.append(draw_frame(*place, lines))
-    label = "; ".join(f"{name}: {format_memory_size(nbytes)}" for name, _, nbytes in areas)
-    return draw_picture(parts, height=_PICTURE_HEIGHT_PIXELS, label=f"the model's tensors by their bytes. {label}")
+    said = "; ".join(f"{name}: {format_memory_size(nbytes)}" for name, _, nbytes in areas)
+    return draw_picture(parts, height=_PICTURE_HEIGHT_PIXELS, label=f"{label}. {said}")
 
 
-def list_areas_by_name(inventory: TensorInventory) -> list[tuple[str, str, int]]:
-    """List name, look and bytes of tensors that are named alike but for numbers, the largest first, the rest as one."""
-    sizes: Counter[tuple[str, str]] = Counter()
-    for kind in inventory.kinds:
-        sizes[_NUMBER_PATTERN.sub("*", kind.example), _choose_look(kind)] += kind.count * kind.dtype.nbytes(kind.shape)
+def rank_areas(sizes: Counter[tuple[str, str]]) -> list[NamedArea]:
+    """List the bytes by name and look, the largest first, the rest as one."""
     ranked = [(name, look, nbytes) for (name, look), nbytes in sizes.most_common() if nbytes]
     rest = sum(nbytes for *_, nbytes in ranked[_MAX_AREAS_SHOWN:])
     return ranked[:_MAX_AREAS_SHOWN] + ([(f"{len(ranked) - _MAX_AREAS_SHOWN} others", "other", rest)] if rest else [])
+
+
+def join_numbered_names(name: str) -> str:
+    """Return a name with a star for each number of a layer or an expert.
+
+    >>> join_numbered_names("model.layers.11.mlp.experts.3.up_proj.weight")
+    'model.layers.*.mlp.experts.*.up_proj.weight'
+    """
+    return _NUMBER_PATTERN.sub("*", name)
+
+
+def list_areas_by_name(inventory: TensorInventory) -> list[NamedArea]:
+    """List name, look and bytes of tensors that are named alike but for numbers, the largest first, the rest as one."""
+    sizes: Counter[tuple[str, str]] = Counter()
+    for kind in inventory.kinds:
+        sizes[join_numbered_names(kind.example), _choose_look(kind)] += kind.count * kind.dtype.nbytes(kind.shape)
+    return rank_areas(sizes)
 
 
 def list_looks(inventory: TensorInventory) -> list[tuple[str, str]]:
