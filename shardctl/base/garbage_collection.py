@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+_MANY_NEW_OBJECTS: Final = 50_000
+"""To look through fewer takes some milliseconds; to count what a host program froze takes as long as it froze much."""
 
 
 @contextmanager
@@ -25,7 +28,7 @@ def pause_garbage_collection() -> Iterator[None]:
     try:
         yield
     finally:
-        if not gc.get_freeze_count():  # puts all that was made among what is old, which nobody looks at for a while
-            gc.freeze()
+        if gc.get_count()[0] > _MANY_NEW_OBJECTS and not gc.get_freeze_count():
+            gc.freeze()  # puts all that was made among what is old, which nobody looks at for a while
             gc.unfreeze()
         gc.enable()
