@@ -11,9 +11,11 @@ import pytest
 from shardctl.base.errors import SourceError, UnsupportedError, UsageError
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.options import ReshardOptions, SourceOptions
+from shardctl.tensors.mesh import Mesh
 from shardctl.verbs.diff import diff
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
+from shardctl.verbs.plan import plan
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
@@ -221,12 +223,69 @@ def test_a_config_may_have_any_name(alone):
     assert inspect(alone / "llama.json").parameters == PUBLISHED["llama-3.1-8b"]
 
 
-def test_an_unknown_architecture_needs_weights(tmp_path):
+@pytest.fixture
+def in_process(monkeypatch):
+    """What the child of a config without a table does, done here: it would import torch and transformers again."""
+    from shardctl.base import limited_child
+    from shardctl.running.meta_model import answer_request
+
+    asked = []
+
+    def run(module, request, **limits):
+        asked.append((module, json.loads(request), limits))
+        return answer_request(json.loads(request))
+
+    monkeypatch.setattr(limited_child, "run_limited_child", run)
+    return asked
+
+
+def test_an_unknown_architecture_needs_weights(tmp_path, in_process, monkeypatch):
     path = tmp_path / "config.json"
     path.write_text('{"architectures": ["NewForCausalLM"]}')
-    with pytest.raises(UnsupportedError, match=r"NewForCausalLM is not known, and .* has no weights") as error:
+    with pytest.raises(
+        UnsupportedError, match=r"no table knows NewForCausalLM, .* has no class NewForCausalLM"
+    ) as error:
         inspect(path)
     assert "--rules" not in error.value.hint
+    quantized = {"quant_method": "awq", "bits": 4, "group_size": 32}
+    path.write_text(json.dumps({"architectures": ["DoryForCausalLM"], "quantization_config": quantized}))
+    with pytest.raises(UnsupportedError, match="its weights are quantized in a way that only files show"):
+        inspect(path)
+    path.write_text('{"architectures": ["DoryForCausalLM"], "model_type": "dory", "num_hidden_layers": "many"}')
+    with pytest.raises(UnsupportedError, match="DoryForCausalLM cannot be built of this config"):
+        inspect(path)
+    assert len(in_process) == 2
+    monkeypatch.setattr("shardctl.checkpoint.config_only.find_spec", lambda _: None)
+    with pytest.raises(UnsupportedError, match="torch is not installed") as error:
+        inspect(path)
+    assert "pip install" in error.value.hint
+
+
+@pytest.mark.parametrize("name", ["DoryForCausalLM", "LagunaForCausalLM", "Inkling2ForConditionalGeneration"])
+def test_a_class_of_transformers_describes_a_config_without_a_table(tmp_path, in_process, name):
+    """The tensors, types and shapes that `save_pretrained` of transformers writes, from the config it writes."""
+    import transformers
+
+    from shardctl.running.small_model import build_small_model
+
+    build_small_model(getattr(transformers, name)).save_pretrained(tmp_path / "saved")
+    config = json.loads((tmp_path / "saved/config.json").read_text()) | {"attn_implementation": "hub/kernels"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with open_checkpoint(tmp_path / "saved") as saved, open_checkpoint(tmp_path / "config.json", DESCRIBED) as found:
+        wanted = {name: (t.shape, t.dtype) for name, t in saved.stored.tensors.items()}
+        assert {name: (t.shape, t.dtype) for name, t in found.manifest.tensors.items()} == wanted
+        ((warning,),) = [[w for w in found.manifest.warnings if "no table knows" in w]]
+        assert f"transformers {transformers.__version__} makes" in warning
+        assert "cannot tell" in warning
+    assert in_process[0][2]["memory"] <= 4 << 30
+    stored = plan(tmp_path / "saved", ReshardOptions(mesh=Mesh.of(pp=2)))
+    described = plan(tmp_path / "config.json", ReshardOptions(mesh=Mesh.of(pp=2)))
+    assert [rank.weight_bytes for rank in described.ranks] == [rank.weight_bytes for rank in stored.ranks]
+    if name != "DoryForCausalLM":  # of which nothing is recognised as what tp can cut
+        ranks = plan(tmp_path / "config.json", ReshardOptions(mesh=Mesh.of(tp=2))).ranks
+        cut = plan(tmp_path / "saved", ReshardOptions(mesh=Mesh.of(tp=2)))
+        assert [rank.weight_bytes for rank in ranks] == [rank.weight_bytes for rank in cut.ranks]
+        assert cut.replication < 1.9  # which plans without a table once had as 2
 
 
 def test_options_that_need_stored_tensors_are_refused(alone):

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from importlib.util import find_spec
 from math import prod
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from shardctl import models
+from shardctl.base.dtype import BY_NAME
 from shardctl.base.errors import UnsupportedError
+from shardctl.base.extras import format_install_command
 from shardctl.checkpoint.config_files import CONFIG
 from shardctl.libraries.catalogue import FORMATS
 from shardctl.libraries.files.file_names import INDEX_SUFFIX, WEIGHT_SUFFIXES
 from shardctl.libraries.files.impostors import FOREIGN, list_unfinished_downloads
 from shardctl.libraries.reader import find_given_file
+from shardctl.models.names.hub.conversion_table import find_class_name, knows_class
 from shardctl.tensors.manifest import Manifest, Tensor
 from shardctl.tensors.record import RECORD
 
@@ -32,6 +37,13 @@ _MAX_CONFIG_BYTES: Final = 10_000_000
 """Bytes of a config; real ones have a few thousand, and a vocabulary has millions."""
 _ORBAX_MARKER_FILES: Final = ("manifest.ocdbt", "/.zarray", "/zarr.json")
 """Files by which Orbax's arrays are known, which have a folder each, or are in a database."""
+
+_CHILD_MODULE: Final = "shardctl.running.meta_model"
+_MAX_CHILD_SECONDS: Final = 300
+"""Seconds that building a class may take; importing torch and transformers takes seven of a free processor, most models
+one more."""
+_MAX_CHILD_MEMORY: Final = 4 << 30
+"""Bytes that building a class may take; measured 0.4 GB to 0.7 GB, because the meta device holds no weights."""
 
 UNCOUNTED_LAYERS: Final = "are not counted, because not every checkpoint has them"
 """How the warning of multi-token prediction layers ends, which a plan that counts them leaves out."""
@@ -93,6 +105,53 @@ def build_model_from_config(
             *_note_uncounted(model),
         ),
     )
+
+
+def build_manifest_from_class(source: Source, config: Mapping[str, object]) -> Manifest:
+    """Build a manifest of the tensors that transformers' class makes of a config that no table knows.
+
+    The class is built on the meta device, in a process of its own with limits on time and memory; code of the Hub is
+    never run. Raises UnsupportedError if it cannot be built.
+    """
+    from shardctl.base.limited_child import run_limited_child
+
+    read = models.ModelConfig(config)
+    architecture = read.architecture()
+    title = architecture or read.text("model_type", "")
+    missing = next((name for name in ("torch", "transformers") if find_spec(name) is None), None)
+    found: Mapping[str, Any] | str
+    if missing is not None:
+        found, hint = f"{missing} is not installed", format_install_command("verify")
+    elif models.find_quantization_config(config) is not None:
+        found, hint = "its weights are quantized in a way that only files show", "plan a directory with the weights"
+    else:
+        request = {
+            "class": find_class_name(architecture, config) if knows_class(architecture, config) else architecture,
+            "config": dict(config),
+            "dtype": read.dtype().torch,
+        }
+        found = run_limited_child(
+            _CHILD_MODULE,
+            json.dumps(request),
+            memory=_MAX_CHILD_MEMORY,
+            seconds=_MAX_CHILD_SECONDS,
+            task=f"building {request['class']}",
+        )
+        hint = "plan a directory with the weights, whose headers say as much"
+    problem = found if isinstance(found, str) else found.get("problem")
+    if isinstance(found, str) or problem is not None:
+        raise UnsupportedError(f"no table knows {title}, and transformers cannot describe it: {problem}", hint=hint)
+    tensors = {
+        name: Tensor(name, BY_NAME[dtype], tuple(shape), (), tuple(ties))
+        for name, dtype, shape, ties in found["tensors"]
+    }
+    note = (
+        f"no table knows {title}: its {len(tensors):,} tensors are those that transformers {found['transformers']} "
+        "makes of the config, on the meta device; it cannot tell which further tensors the files on the Hub have "
+        "(such as multi-token prediction layers), nor what a step keeps of each layer"
+    )
+    warnings = (note, *_note_absent_files(source), *_note_untyped(config))
+    return models.order_ties(Manifest(FORMAT, tensors, {}, warnings=warnings))
 
 
 def _note_absent_files(source: Source) -> list[str]:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from shardctl import models
-from shardctl.base.errors import SourceError, UsageError
+from shardctl.base.errors import SourceError, UnsupportedError, UsageError
 from shardctl.checkpoint.config_files import CONFIG, read_config
-from shardctl.checkpoint.config_only import build_model_from_config, find_config_file, is_model_config
+from shardctl.checkpoint.config_only import (
+    build_manifest_from_class,
+    build_model_from_config,
+    find_config_file,
+    is_model_config,
+)
 from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
 from shardctl.libraries import registry as formats
 from shardctl.libraries.catalogue import FORMATS
@@ -16,7 +22,11 @@ from shardctl.libraries.gguf.reading import describe_gguf, find_gguf_file
 from shardctl.libraries.reader import find_given_file
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from typing import Any
+
     from shardctl.checkpoint.config_files import ConfigReading
+    from shardctl.models import Model, UntabledModel
     from shardctl.options import SourceOptions
     from shardctl.storage import Source
     from shardctl.tensors.manifest import Manifest
@@ -72,11 +82,56 @@ def _build_described_checkpoint(source: Source, only: ConfigReading, source_opti
     """Build a checkpoint without bytes."""
     rules = models.load_rules(source_options.rules) if source_options.rules else None
     kv_heads = source_options.kv_heads or "error"
-    model, manifest = build_model_from_config(source, only.values or {}, rules, kv_heads=kv_heads)
+    config = only.values or {}
+    if rules is None and models.find_family(config) is None:
+        return _build_class_checkpoint(source, only, source_options)
+    model, manifest = build_model_from_config(source, config, rules, kv_heads=kv_heads)
     manifest = replace(manifest, warnings=(*manifest.warnings, *only.warnings))
     refuse_warnings(manifest, source_options)
     stored = replace(manifest, tensors={})
     return OpenedCheckpoint(source, stored, manifest, model, None, only.values, None, hypothetical=True)
+
+
+def _build_class_checkpoint(source: Source, only: ConfigReading, source_options: SourceOptions) -> OpenedCheckpoint:
+    """Build a checkpoint without bytes of a config that no table knows, as transformers' class describes it."""
+    manifest = build_manifest_from_class(source, only.values or {})
+    manifest = replace(manifest, warnings=(*manifest.warnings, *only.warnings))
+    refuse_warnings(manifest, source_options)
+    untabled = cache(partial(models.build_untabled_model, only.values, manifest))
+    return OpenedCheckpoint(
+        source,
+        replace(manifest, tensors={}),
+        manifest,
+        None,
+        UnsupportedError(f"the architecture {untabled().title} is not known"),
+        only.values,
+        None,
+        untabled=untabled,
+        derived=prepare_derivation(only.values, untabled, source_options),
+        hypothetical=True,
+    )
+
+
+def prepare_derivation(
+    config: Mapping[str, Any] | None, untabled: Callable[[], UntabledModel] | None, reading: SourceOptions
+) -> Callable[[], Model] | None:
+    """Return what derives how tensors are cut of a model that no table knows, when it is asked for."""
+    if (
+        config is None
+        or untabled is None
+        or reading.rules_from in {"none", "transformers"}
+        or models.find_family(config) is not None
+    ):
+        return None
+    library = reading.rules_from != "names"
+    share = reading.kv_heads == "replicate"
+
+    def derive() -> Model:
+        from shardctl.models.derived import derive_model
+
+        return derive_model(config, untabled().model, share_kv=share, library=library)
+
+    return cache(derive)
 
 
 def describe_source(source: Source, source_options: SourceOptions) -> OpenedCheckpoint | None:

@@ -215,12 +215,17 @@ class OpenedCheckpoint:
             why += f"; {self.model_error.hint}"
         return (f"the names do not fit the class in {CONFIG}, and are written as they are: {why}",)
 
+    def _get_named_tensors(self) -> Mapping[str, Tensor]:
+        """Get the tensors by the names of files, or by those that a config alone gives them."""
+        return self.manifest.tensors if self.hypothetical else self.stored.tensors
+
     def _group_tensors(self) -> str:
         """Return the tensors, layers taken together."""
-        return format_first_few(models.list_name_patterns(self.stored.tensors), _MAX_NAME_PATTERNS_SHOWN)
+        return format_first_few(models.list_name_patterns(self._get_named_tensors()), _MAX_NAME_PATTERNS_SHOWN)
 
     def _find_largest_matrix(self) -> str:
         """Return the pattern of the largest matrix, as an example of what is worth cutting."""
-        matrices = [t for t in self.stored.tensors.values() if len(t.shape) > 1] or list(self.stored.tensors.values())
+        tensors = list(self._get_named_tensors().values())
+        matrices = [tensor for tensor in tensors if len(tensor.shape) > 1] or tensors
         largest = max(matrices, key=lambda t: t.nbytes, default=None)
         return models.list_name_patterns([largest.name])[0] if largest else "**.weight"

@@ -21,7 +21,7 @@ from shardctl import models
 from shardctl.base.errors import MissingTensorsError, SourceError, UnsupportedError, UsageError, format_first_few
 from shardctl.base.garbage_collection import pause_garbage_collection
 from shardctl.checkpoint.config_files import CONFIG, ConfigReading, holds_config, read_config
-from shardctl.checkpoint.described_source import describe_source, refuse_warnings
+from shardctl.checkpoint.described_source import describe_source, prepare_derivation, refuse_warnings
 from shardctl.checkpoint.model_binding import ModelBinder, bind_selected, take_subtree
 from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
 from shardctl.checkpoint.pipeline_parts import check_pipeline_source, is_pipeline
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardctl.checkpoint.name_selection import NameSelection
-    from shardctl.models import Model, UntabledModel
     from shardctl.storage import Source
     from shardctl.tensors.manifest import Manifest
 
@@ -231,7 +230,7 @@ def _bind_checkpoint(
         config,
         record,
         untabled=untabled,
-        derived=_prepare_derivation(config, untabled, source_options),
+        derived=prepare_derivation(config, untabled, source_options),
         allow_unverified=source_options.allow_unverified,
         unselected=bound.unselected,
         subtree=source_options.subtree or "",
@@ -279,28 +278,6 @@ def _open_adapter(
 
     adapter = open_adapter_checkpoint(source, stored, record, source_options)
     return adapter if record is None else replace(adapter, manifest=_apply_record(adapter.manifest, record, None))
-
-
-def _prepare_derivation(
-    config: Mapping[str, Any] | None, untabled: Callable[[], UntabledModel] | None, reading: SourceOptions
-) -> Callable[[], Model] | None:
-    """Return what derives how tensors are cut of a model that no table knows, when it is asked for."""
-    if (
-        config is None
-        or untabled is None
-        or reading.rules_from in {"none", "transformers"}
-        or models.find_family(config) is not None
-    ):
-        return None
-    library = reading.rules_from != "names"
-    share = reading.kv_heads == "replicate"
-
-    def derive() -> Model:
-        from shardctl.models.derived import derive_model
-
-        return derive_model(config, untabled().model, share_kv=share, library=library)
-
-    return cache(derive)
 
 
 def _apply_rule_names(

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from shardctl.base.dtype import DType
     from shardctl.checkpoint.opening import OpenedCheckpoint
     from shardctl.estimate.model.layer_graph import LayerGraph
+    from shardctl.models import Model
     from shardctl.models.tables.model import ModelTensor
     from shardctl.options import ReshardOptions
     from shardctl.planning.tuning import TuningChoice
@@ -282,14 +283,30 @@ def _add_base(about: EstimatedModel, checkpoint: OpenedCheckpoint) -> EstimatedM
 def _build_untabled_inventory(
     checkpoint: OpenedCheckpoint, have: Manifest, dtypes: Mapping[str, DType] | None
 ) -> TensorInventory:
-    """The tensors of a checkpoint that no table knows: cut by axes that need none, or on one device where none can."""
+    """The tensors of a checkpoint that no table knows, as derived rules cut them, or whole where nothing is derived."""
     if checkpoint.untabled is None:
         whole = {n: PartitionSpec(((),) * len(t.shape), (("first", 0),)) for n, t in have.tensors.items()}
         return build_inventory(have.tensors.values(), whole, 0, dtypes=dtypes)
-    model = checkpoint.untabled().model
+    model = _derive_placement(checkpoint) or checkpoint.untabled().model
     specs = {name: model.tensors[name].spec for name in have.tensors}
     found = build_inventory(have.tensors.values(), specs, model.layers, dtypes=dtypes)
-    return replace(found, unknown=NEEDING_TABLE)
+    return replace(found, unknown=_list_unknown_axes(model))
+
+
+def _derive_placement(checkpoint: OpenedCheckpoint) -> Model | None:
+    """Derive how tensors are cut; None where that cannot be, for arrays of quantized weights."""
+    try:
+        return checkpoint.derived() if checkpoint.derived is not None else None
+    except UnsupportedError:
+        return None
+
+
+def _list_unknown_axes(model: Model) -> tuple[str, ...]:
+    """List the axes of which nobody knows how they cut a layer; tp within experts (etp) cuts as tp does."""
+    layered = [tensor.spec for tensor in model.tensors.values() if tensor.spec.where[0][0] == "layer"]
+    found = {axis for spec in dict.fromkeys(layered) for axis in spec.axes}
+    found |= {"etp"} if "tp" in found else set()
+    return tuple(axis for axis in NEEDING_TABLE if axis not in found)
 
 
 def has_coded_weights(checkpoint: OpenedCheckpoint) -> bool:

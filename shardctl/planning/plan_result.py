@@ -295,11 +295,13 @@ def describe_unstored_model(
     """
     choose_layout(reshard_options)
     mesh = reshard_options.mesh or Mesh.of()
-    model = checkpoint.require_model("a plan")
+    model = checkpoint.require_placement(mesh)
     stages = choose_stages(model, filter_tensors(checkpoint, reshard_options), mesh, reshard_options.stages)
     if reshard_options.stages is None and (about.dequantised or about.quantised is not None):
         stages = WeightTotals(about.inventory).stages(mesh)
-    return _build_result(path, checkpoint, about, mesh, stages, plan_options, None, None)
+    planned = _build_result(path, checkpoint, about, mesh, stages, plan_options, None, None)
+    notes = checkpoint.note_placement(mesh) if mesh.world > 1 else ()
+    return replace(planned, warnings=(*planned.warnings, *notes))
 
 
 def _build_result(

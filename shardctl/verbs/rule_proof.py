@@ -6,17 +6,12 @@ The child (`small_proof.py`) has torch and transformers; neither their memory no
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import time
 from importlib.util import find_spec
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.base.amounts import format_file_size
 from shardctl.base.errors import Mismatch
+from shardctl.base.limited_child import run_limited_child
 from shardctl.base.value import value_class
 from shardctl.models import ModelConfig, find_quantization_config
 from shardctl.models.names.hub.conversion_table import find_class_name, knows_class
@@ -34,8 +29,6 @@ _MAX_SECONDS: Final = 30
 _NEEDED_MEMORY: Final = 600 << 20
 """Bytes that torch, transformers and a small model take at least; measured 330 MB to 480 MB."""
 _CHILD_MODULE: Final = "shardctl.verbs.small_proof"
-_POLL_SECONDS: Final = 0.1
-"""Seconds between looks at the child's memory."""
 _WRONG_RULES_HINT: Final = "save the rules with inspect --show-rules, correct them, and give them with --rules"
 
 
@@ -106,26 +99,16 @@ def list_rule_axes(derivation: RuleDerivation) -> set[str]:
 
 def _run_child(request: str, memory: int) -> RuleProof:
     """Run the proof, and end it if it takes too long or too much memory."""
-    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
-    with TemporaryDirectory(prefix="shardctl-proof-") as folder:
-        Path(folder, "request.json").write_text(request, encoding="utf-8")
-        child = subprocess.Popen(  # noqa: S603 - this module, with Python itself
-            [sys.executable, "-m", _CHILD_MODULE, folder],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        try:
-            reason = _watch_child(child, memory)
-        finally:
-            child.kill()
-            child.wait()
-        result = Path(folder, "result.json")
-        if reason or not result.exists():
-            return RuleProof("not proved", reason or f"the small model ended with exit code {child.returncode}")
-        found = json.loads(result.read_text(encoding="utf-8"))
+    found = run_limited_child(
+        _CHILD_MODULE,
+        request,
+        memory=memory,
+        seconds=_MAX_SECONDS,
+        task="a small model",
+        limit=f"--memory {format_file_size(memory)}",
+    )
+    if isinstance(found, str):
+        return RuleProof("not proved", found)
     if found["status"] == "failed":
         raise Mismatch(
             f"the derived rules are wrong: ranks of a small model of the same class do not compute what it computes: "
@@ -133,26 +116,3 @@ def _run_child(request: str, memory: int) -> RuleProof:
             hint=_WRONG_RULES_HINT,
         )
     return RuleProof(found["status"], found["reason"])
-
-
-def _watch_child(child: subprocess.Popen[bytes], memory: int) -> str:
-    """Wait until the child ends; returns why it must be ended, or an empty string."""
-    until = time.monotonic() + _MAX_SECONDS
-    while time.monotonic() < until:
-        try:
-            child.wait(_POLL_SECONDS)
-        except subprocess.TimeoutExpired:
-            if _measure_memory(child.pid) > memory:
-                return f"a small model takes more than --memory {format_file_size(memory)}"
-        else:
-            return ""
-    return f"a small model takes more than {_MAX_SECONDS} s"
-
-
-def _measure_memory(pid: int) -> int:
-    """Measure the anonymous memory of a process in bytes; 0 where the system does not tell."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:")), 0)

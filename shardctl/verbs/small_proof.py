@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardctl.base.errors import Mismatch, ShardctlError
+from shardctl.base.limited_child import REQUEST_FILE, write_child_result
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.options import DestinationOptions, ReshardOptions, SourceOptions
 from shardctl.running.small_model import save_small_model
@@ -58,15 +59,14 @@ def prove_small_model(request: Mapping[str, Any], folder: Path) -> dict[str, str
 def main() -> None:
     """Answer the request in a folder."""
     folder = Path(sys.argv[1])
-    request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
+    request = json.loads((folder / REQUEST_FILE).read_text(encoding="utf-8"))
     try:
         found = prove_small_model(request, folder)
     except Mismatch as error:
         found = {"status": "failed", "reason": error.message}
     except ShardctlError as error:
         found = {"status": "not proved", "reason": error.message}
-    (folder / "partial.json").write_text(json.dumps(found), encoding="utf-8")
-    (folder / "partial.json").rename(folder / "result.json")
+    write_child_result(folder, found)
 
 
 if __name__ == "__main__":

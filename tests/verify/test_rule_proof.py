@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from shardctl.api import Mesh, ReshardOptions
+from shardctl.base import limited_child
 from shardctl.base.errors import Mismatch
 from shardctl.cli.program import run
 from shardctl.models.rules.fused_orders import FusedOrders
@@ -107,7 +108,7 @@ def test_a_small_model_stays_within_the_memory(sarvam, tmp_path):
     ids=["library", "time", "memory"],
 )
 def test_what_keeps_a_small_model_from_running_is_said(sarvam, tmp_path, monkeypatch, name, value, reason):
-    monkeypatch.setattr(rule_proof, name, value)
+    monkeypatch.setattr(limited_child if name == "_measure_memory" else rule_proof, name, value)
     done = reshard(sarvam, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2)))
     assert done.record.options["rules_proof"] == f"rules not proved: {reason}"
 
@@ -145,7 +146,7 @@ def test_wrong_rules_are_not_used(sarvam, tmp_path, monkeypatch):
         def kill(self):
             pass
 
-    monkeypatch.setattr(rule_proof.subprocess, "Popen", Child)
+    monkeypatch.setattr(limited_child.subprocess, "Popen", Child)
     with pytest.raises(Mismatch, match=r"the derived rules are wrong: .*layers\.0 is cut wrong"):
         reshard(sarvam, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2)))
     assert not (tmp_path / "ranks").exists()
