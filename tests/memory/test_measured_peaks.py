@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -58,3 +59,21 @@ def test_known_errors_are_no_more_wrong_than_before(estimates):
     text = "\n".join(estimates.format_known_errors())
     assert text.count("| right |") == 3
     assert "**wrong**" not in text
+
+
+def test_the_page_of_known_meshes_has_what_the_program_says(tmp_path):
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import known_meshes
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    known, page = json.loads(known_meshes.ROWS.read_text()), known_meshes.PAGE.read_text()
+    again = "look at the difference of python docs/benchmarks/known_meshes.py --write"
+    lines = page.splitlines()
+    assert [sum(line.startswith(f"| {row['name']} |") for line in lines) for row in known["training"]] == [
+        2 if any(row["name"] == other["name"] for other in known["serving"]) else 1 for row in known["training"]
+    ]
+    (run,) = (row for row in known["training"] if row["name"] == "torchtitan 8B")
+    assert known_meshes.format_training([known_meshes.compare_training(run, tmp_path)])[-1] in lines, again
+    (server,) = (row for row in known["serving"] if row["name"] == "Gemma-4-26B-A4B")
+    assert known_meshes.format_serving([known_meshes.compare_serving(server, tmp_path)])[-1] in lines, again

@@ -202,7 +202,8 @@ def test_the_fewest_devices_are_found_between_those_that_fail_and_fit():
     few = find_fewest_devices(law, estimator(inventory), space=SERVE, budget=budget)
     assert (few.devices, few.candidate.mesh) == (2, Mesh.of(tp=2))
     assert (few.refused, few.every) == (1, True)
-    assert find_fewest_devices(law, estimator(inventory), space=SERVE, budget=inventory.nbytes).devices == 1
+    spare = inventory.nbytes * 100 // 94
+    assert find_fewest_devices(law, estimator(inventory), space=SERVE, budget=spare).devices == 1
     large = AllowedDegrees(llama_405b()), estimator(llama_405b(), 9)
     few = find_fewest_devices(*large, space=TRAIN, budget=budget)
     assert (few.devices, few.candidate.mesh.world) == (88, 88)

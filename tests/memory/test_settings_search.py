@@ -87,6 +87,19 @@ def test_recomputation_and_overlapped_all_to_alls_are_tried():
     assert any("--recompute full" in one.settings for one in small.ranked)
 
 
+def test_serving_is_recommended_with_a_twentieth_of_the_memory_to_spare():
+    found = searched("llama-3.1-70b", "h100-80g", 8, seq_len=32768, batch=16).explored.found.ranked
+    tight = [one.slack < 0.05 * one.estimate.budget for one in found]
+    assert True in tight
+    assert tight == sorted(tight), "meshes with less to spare come last"
+    fewest = plan(
+        PUBLIC / "llama-3.1-70b.json",
+        ReshardOptions(),
+        plan_options=PlanOptions(search=True, device=get_device("h100-80g"), use="serve", seq_len=32768),
+    ).explored.fewest
+    assert fewest.candidate.slack >= 0.05 * fewest.candidate.estimate.budget
+
+
 def test_nothing_is_searched_where_something_fits():
     assert searched("llama-3.1-8b", "h100", 2).explored.settings == ()
 

@@ -32,6 +32,9 @@ TRAINING: Final = frozenset({"pp", "dp", "fsdp", "cp", "tp", "ep"})
 LEAST_TOKENS: Final = 4096
 """Tokens of a sequence on one cp rank below which cutting it further is not tried (Llama 3 had 8192; Grattafiori et al.
 2024, sec. 3.3.2)."""
+SERVING_SPARE_SHARE: Final = 0.05
+"""Part of a device's memory that a recommendation for serving leaves free: below it, fragmentation or a longer prompt
+ends a server that started. More asks for more devices."""
 MOST_DEVICES: Final = 16384
 """Where the search for the smallest number of devices gives up."""
 
@@ -73,6 +76,11 @@ class MeshCandidate:
         """Bytes that the heaviest rank has to spare; 0 without a budget."""
         return 0 if self.estimate.budget is None else self.estimate.budget - self.peak
 
+    @property
+    def tight(self) -> bool:
+        """Whether the heaviest rank has less to spare than a server that is recommended."""
+        return self.estimate.budget is not None and self.slack < SERVING_SPARE_SHARE * self.estimate.budget
+
 
 @value_class
 class MeshRejection:
@@ -96,7 +104,8 @@ class SearchResult:
 
     devices: int
     ranked: tuple[MeshCandidate, ...]
-    """The meshes that fit: those whose upper bound fits before the others, and among these the cheapest first."""
+    """The meshes that fit: those whose upper bound fits before the others, and among these the cheapest first; in
+    serving, last those with less to spare than is recommended."""
     rejected: tuple[MeshRejection, ...]
     """First what is not possible, then what does not fit, the closest first."""
     estimated: int = field(compare=False, default=0)
@@ -194,7 +203,7 @@ def search_meshes(
             tight.append(_build_memory_rejection(mesh, stages, needs))
         else:
             ranked.append(MeshCandidate(mesh, stages, needs, price(mesh, stages, needs) if price else None))
-    ranked.sort(key=rank_candidate)
+    ranked.sort(key=lambda one: (space.stored and one.tight, *rank_candidate(one)))
     tight.sort(key=lambda one: one.over)
     if budget is not None and closest and not ranked:
         tight = _put_closest_first(tight, estimate, budget)
@@ -306,8 +315,9 @@ def find_first_fit(
             needs = estimate(mesh, stages).within(budget)
         except UsageError:
             continue
-        if needs.fits:
-            return MeshCandidate(mesh, stages, needs)
+        candidate = MeshCandidate(mesh, stages, needs)
+        if needs.fits and not (space.stored and candidate.tight):
+            return candidate
     return None
 
 
