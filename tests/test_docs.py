@@ -1,6 +1,6 @@
 """The documentation is executed: every command of the guide, in order, on a real model."""
 
-import importlib
+import importlib.util
 import os
 import re
 import subprocess
@@ -300,3 +300,19 @@ def test_a_question_has_the_answer_that_the_page_gives(question, command, answer
     said = iter(capfd.readouterr().out.splitlines())
     missing = [line for line in answer.splitlines() if line not in said]
     assert not missing, f"{command} does not say {missing}"
+
+
+def test_the_page_of_users_has_what_they_type():
+    spec = importlib.util.spec_from_file_location("users", ROOT / "docs/benchmarks/users.py")
+    users = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(users)
+    page = users.PAGE.read_text()
+    assert re.findall(r"^## (.*)$", page, re.MULTILINE) == list(users.USERS)
+    typed = [(f"$ {command}", code) for commands in users.USERS.values() for command, code in commands]
+    lines = page.splitlines()
+    answered = [(line, lines[i + 1]) for i, line in enumerate(lines) if line.startswith("$ ")]
+    for (command, code), (line, answer) in zip(typed, answered, strict=True):
+        assert line == command
+        assert answer.endswith(f"  [exit {code}]") is bool(code), line
+        if " plan " in line and code != 4:
+            assert answer.startswith("DOES NOT FIT" if code else "FITS"), answer

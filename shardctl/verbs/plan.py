@@ -253,6 +253,12 @@ def _build_unstored_model(
     checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions, plan_options: PlanOptions
 ) -> EstimatedModel | None:
     """Build the model if it would be other than stored: only described, quantized, or trained as it was before."""
+    if checkpoint.hypothetical and reshard_options.quantize is not None:
+        nearest = next((each for each in ("fp8", "int8", "int4") if reshard_options.quantize.startswith(each)), "fp8")
+        raise UsageError(
+            f"--quantize converts weights, and {checkpoint.source.name} is a config without weights",
+            hint=f"--dtype {nearest} plans the model as if it were quantized",
+        )
     trained = decide_use(plan_options, reshard_options.mesh or Mesh.of()) == "train"
     tuning = choose_tuning(plan_options)
     if trained and tuning is not None:

@@ -554,3 +554,15 @@ def test_whether_a_server_starts_is_certain_only_where_the_interval_is(say, vers
     found = say("plan", config, "--for", f"vllm{version}", "--gpu", "h100-80g", *options)
     assert answer in found.out
     assert found.code == (3 if "not start" in answer else 0)
+
+
+def test_a_config_cannot_be_quantized_and_says_how_it_is_planned(say):
+    """The option was ignored: fp8 needed as much as bf16."""
+    config = Path(__file__).parents[2] / "fixtures/configs_public/llama-3.1-8b.json"
+    for asked, dtype in (("fp8-channel", "fp8"), ("int4", "int4")):
+        found = say("plan", config, "--quantize", asked)
+        assert found.code == 2
+        assert found.err == (
+            f"error: --quantize converts weights, and {config} is a config without weights\n"
+            f"hint:  --dtype {dtype} plans the model as if it were quantized\n"
+        )
