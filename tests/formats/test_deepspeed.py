@@ -274,6 +274,19 @@ def test_a_missing_file_of_a_universal_checkpoint_is_named(tmp_path):
         scan(place)
 
 
+def test_a_newer_universal_checkpoint_is_refused_and_further_states_are_named(tmp_path):
+    place = shutil.copytree(FIXTURES / "universal-z1", tmp_path / "universal")
+    state = place / "universal/zero/cube/momentum_buffer.pt"
+    shutil.copy(state.with_name("exp_avg.pt"), state)
+    assert "momentum_buffer of cube" in scan(place).dropped
+    (path,) = place.rglob("*model_states.pt")
+    held = torch.load(path, weights_only=False)
+    held["universal_checkpoint_info"] = {"universal_checkpoint_version": 0.5}
+    torch.save(held, path)
+    with pytest.raises(UnsupportedError, match=r"Universal Checkpoint of version 0\.5, and 0\.4 is known"):
+        scan(place)
+
+
 def test_a_rank_too_many_is_named(tmp_path):
     place = shutil.copytree(FIXTURES / "z2", tmp_path / "bad")
     one = next(place.rglob("*pp_rank_1*optim*"))

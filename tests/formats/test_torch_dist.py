@@ -733,6 +733,21 @@ def test_other_backends_are_refused_by_name(place, said, what):
         pass
 
 
+@pytest.mark.parametrize("name", ["gtp_weight_remat_size", "expert_gtp_weight_remat_size"])
+def test_weight_shards_are_read_unless_gate_and_up_are_cut_together(place, name):
+    """Generalized tensor parallelism: `apply_swiglu_sharded_factory` halves the rows that a rank has of both."""
+    for case, swiglu in (("stacked", True), ("buckets_cut", False), ("gpt2", False)):
+        where = place(case)
+        common(where, args=argparse.Namespace(swiglu=swiglu, **{name: 2}))
+        config = SourceOptions(config=model(case))
+        if case == "gpt2":
+            with open_checkpoint(where, config) as checkpoint:
+                assert checkpoint.model is not None
+            continue
+        with pytest.raises(UnsupportedError, match=rf"{name} 2 among its args"), open_checkpoint(where, config):
+            pass
+
+
 def test_an_unknown_checkpoint_version_is_refused(place):
     where = place()
     common(where, checkpoint_version=1.0)

@@ -5,10 +5,11 @@ Written by DeepSpeed `checkpoint/ds_to_universal.py`.
 
 from __future__ import annotations
 
+import re
 from math import prod
 from typing import TYPE_CHECKING, Final
 
-from shardctl.base.errors import SourceError
+from shardctl.base.errors import SourceError, UnsupportedError
 from shardctl.libraries.deepspeed.geometry import ElementRun
 from shardctl.libraries.deepspeed.optimizer_states import parse_group_settings
 from shardctl.libraries.deepspeed.partitions import add_number
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 _MASTER_WEIGHTS_KEY: Final = "fp32"
 _STEP_KEY: Final = "step"
 _OPTIMIZER_STATE_FILE: Final = "zero/optimizer_state.pt"
+_MAX_SUPPORTED_VERSION: Final = 0.4
+"""Of Universal Checkpoints (DeepSpeed 0.19 `checkpoint/constants.py`, `UNIVERSAL_CHECKPOINT_VERSION_VALUE`)."""
+_FURTHER_STATE_PATTERN: Final = re.compile(r"zero/([^/]+)/([^/]+)\.pt")
+"""A state that DeepSpeed's converter does not write and its loaders do not read, such as Muon's momentum."""
 _PARAM_TENSOR_KEY: Final = "param"
 """The key of the tensor, where the file has a dict; a file of stage 3 is a bare flat tensor."""
 
@@ -39,9 +44,10 @@ def read_universal(
     What the module has itself and the optimizer has not (buffers, frozen parameters) is left to the module, whose
     copy has its own type; the converter makes floats of integers.
 
-    Raises SourceError for a file that is not what its name says.
+    Raises SourceError for a file that is not what its name says, UnsupportedError for a version that is not known.
     """
     found.kind = "Universal Checkpoint"
+    _check_version(models)
     found.world = max((state.data_parallel or 1 for state in models.values()), default=1)
     shapes: dict[str, tuple[int, ...]] = {}
     own: set[str] = set()
@@ -61,6 +67,11 @@ def read_universal(
         found.parameters[name] = None
         for kind, path in files.universal[name].items():
             _add_file(source, path, name, kind, shapes.get(name) if len(models) == 1 else None, found)
+    found.others += [
+        (f"{further[2]} of {further[1]}", path)
+        for path in files.others
+        if (further := _FURTHER_STATE_PATTERN.fullmatch(path[len(files.folder) :])) is not None
+    ]
     _read_settings(source, files, models, found)
     missing = [name for name in shapes if name not in files.universal]
     if missing:
@@ -69,6 +80,17 @@ def read_universal(
             + (f", and {len(missing) - 1} other parameters" if len(missing) > 1 else ""),
             hint="its copy is incomplete; fetch it again",
         )
+
+
+def _check_version(models: Mapping[int, ModelState]) -> None:
+    for state in models.values():
+        version = as_number(state.universal.get("universal_checkpoint_version"))
+        if version is not None and version > _MAX_SUPPORTED_VERSION:
+            raise UnsupportedError(
+                f"{state.path} is of a Universal Checkpoint of version {version:g}, and {_MAX_SUPPORTED_VERSION} is "
+                "known here",
+                hint="convert the training checkpoint itself, or make a Universal Checkpoint of it with DeepSpeed 0.19",
+            )
 
 
 def _read_settings(

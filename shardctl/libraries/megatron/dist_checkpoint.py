@@ -28,6 +28,7 @@ from shardctl.libraries.megatron.dist_parameters import UnknownOrderError
 from shardctl.libraries.megatron.dist_samples import compare_samples
 from shardctl.libraries.megatron.fsdp_keys import SAVED, is_read, read_fsdp_common, sort_fsdp_keys
 from shardctl.libraries.megatron.library_settings import build_library_settings
+from shardctl.libraries.megatron.namespace import require_no_weight_shards
 from shardctl.tensors.box import Box
 from shardctl.tensors.manifest import Chunk, Manifest, OpaqueObject, Region, TrainingState, locate_dense_run
 from shardctl.tensors.mesh import Mesh
@@ -64,6 +65,8 @@ def build_manifest(name: str, save: DcpSave, folder: str, weights: Weights, *, f
     if common is not None and common.version not in _SUPPORTED_VERSIONS:
         raise UnsupportedError(f"{common.file or 'the common state'} has checkpoint_version {common.version:g}")
     keys = sort_fsdp_keys(save.tensors) if fsdp else sort_keys(save.tensors)
+    if common is not None:
+        require_no_weight_shards(common.arguments, common.file or save.source.name, whole=not (fsdp or keys.buckets))
     if not keys.weights:
         raise SourceError(
             f"{save.source.name} holds no weights, only {', '.join(list(save.tensors)[:_MAX_NAMES_SHOWN])}"

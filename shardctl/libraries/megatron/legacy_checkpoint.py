@@ -22,6 +22,7 @@ from shardctl.libraries.megatron.further_layers import COUNT, count_stored_layer
 from shardctl.libraries.megatron.layers import BY_GROUP, BY_HEAD, BY_KIND, ZERO_CENTRED
 from shardctl.libraries.megatron.library_settings import build_library_settings
 from shardctl.libraries.megatron.names import EXTRA_STATE
+from shardctl.libraries.megatron.namespace import require_no_weight_shards
 from shardctl.libraries.megatron.rank_file import read_rank_file
 from shardctl.libraries.megatron.ranks import TITLE, build_least_mesh
 from shardctl.tensors.box import Box
@@ -117,6 +118,7 @@ def _build_mesh(files: Mapping[str, MegatronRankFile], etp: int | None) -> Mesh:
     said = file.arguments
     if not said:
         raise SourceError(f"{file.path} has no args of {TITLE}, so its mesh is not known")
+    require_no_weight_shards(said, file.path, whole=False)
 
     def degree(*names: str) -> int | None:
         found = next((value for name in names if (value := said.get(name)) is not None), None)

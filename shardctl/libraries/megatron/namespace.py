@@ -4,13 +4,39 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from shardctl.base.errors import UnsupportedError
 from shardctl.base.settings import as_setting
 from shardctl.libraries.torch_save.pickle_tree import CallNode, GlobalNode, as_mapping
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from shardctl.base.settings import Setting
 
+WEIGHT_SHARDS: Final = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
+"""The args with the degrees of generalized tensor parallelism, of dense weights and of experts."""
+_GATED_UNITS: Final = ("swiglu", "quick_geglu", "gated_linear_unit")
 _MAX_VALUE_CHARACTERS: Final = 80
+
+
+def require_no_weight_shards(arguments: Mapping[str, Setting], file: str, *, whole: bool) -> None:
+    """Raise UnsupportedError for weights that generalized tensor parallelism (GTP) has cut in an order not known here.
+
+    In `torch_dist`, arrays are `whole`: each has the model's order, but for gate and up projections, which GTP cuts
+    together before `apply_swiglu_sharded_factory` takes them apart (Megatron-LM core `tensor_parallel/gtp_api.py`,
+    `transformer/mlp.py`).
+    """
+    degrees = {name: value for name in WEIGHT_SHARDS if isinstance(value := arguments.get(name), int) and value > 1}
+    gated = any(arguments.get(name) is True for name in _GATED_UNITS)
+    if degrees and (gated or not whole):
+        said = " and ".join(f"{name} {value}" for name, value in degrees.items())
+        what = "gate and up projections" if whole else "weights"
+        raise UnsupportedError(
+            f"{file} has {said} among its args: generalized tensor parallelism (GTP) cuts {what} in an order that is "
+            "not read",
+            hint="load it with Megatron-LM, and save it as torch_dist with as many weight shards as tensor-parallel "
+            "ranks",
+        )
 
 
 def parse_namespace(node: object) -> dict[str, Setting]:
