@@ -17,8 +17,7 @@ EXAMPLES = """
 Examples:
   shardctl inspect ./llama
   shardctl inspect ./model.safetensors --tensors --json
-  shardctl inspect ./llama --stats --memory 256MiB
-  shardctl inspect ./llama --report llama.html
+  shardctl inspect ./llama --stats --memory 256MiB --report llama.html
 """
 
 
