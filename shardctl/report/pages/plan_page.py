@@ -172,7 +172,7 @@ def _draw_moment_names(moments: Sequence[StepEvent]) -> list[str]:
     anchor = "start" if share < 1 / 3 else "end" if share > 2 / 3 else "middle"
     top = _AREA_BOTTOM_PIXELS
     return [
-        draw_line(at, top, at, top + 22, look="axis"),
+        draw_line(at, top, at, top + 6, look="axis"),
         draw_text(at, top + 36, f"peak: {moments[most].name}", look="tick", anchor=anchor),
         draw_text(_AREA_LEFT_PERCENT + 1, top + 18, "start of the step", look="tick"),
         draw_text(100, top + 18, "end", look="tick", anchor="end"),
