@@ -38,9 +38,9 @@ def list_recipe_names() -> list[str]:
 
 def list_optimizer_names() -> list[str]:
     """List what `--optimizer` takes."""
-    from shardctl.estimate.training.optimizers import OPTIMIZERS
+    from shardctl.estimate.training.optimizers import list_optimizers
 
-    return [each.name for each in OPTIMIZERS]
+    return [each.name for each in list_optimizers()]
 
 
 def list_load_devices() -> list[str]:

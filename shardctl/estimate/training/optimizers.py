@@ -1,13 +1,18 @@
-"""Lists the states that each optimizer keeps of every tensor between steps: their elements and types.
+"""Lists the states that each optimizer of `optimizers.toml` keeps of every tensor between steps: elements and types.
 
 Single numbers that optimizers keep of each tensor (`step`, most on the host, and Adafactor's `RMS`) are left out.
 """
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import replace
+from functools import cache
+from importlib.resources import files
 from math import ceil, prod
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
+
+import msgspec
 
 from shardctl.base.dtype import BY_NAME
 from shardctl.base.errors import UsageError
@@ -15,7 +20,7 @@ from shardctl.base.value import value_class
 from shardctl.estimate.training.preconditioner_blocks import count_blocks, count_packed_sides
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from shardctl.estimate.training.preconditioner_blocks import Block
 
@@ -68,7 +73,7 @@ class OptimizerSpec:
     master: bool = True
     """Whether it updates fp32 parameters, of which the computing ones are a copy."""
     constant: int = 0
-    """Bytes per rank that no tensor adds to."""
+    """Bytes per rank that no tensor adds to, such as the tables of bitsandbytes: 256 codes in fp32 for each moment."""
     splits: bool = False
     """Whether matrices inside layers are updated apart from all else."""
 
@@ -102,8 +107,6 @@ PAGED: Final = 100_000
 """States of tensors with fewer elements are never paged (bitsandbytes, `Optimizer8bit.get_state_buffer`)."""
 WIDEST: Final = 10_000
 """Dims that are longer have no preconditioner (SOAP, `max_precondition_dim`)."""
-CODES: Final = 256 * 4
-"""Bytes of the table that says what each of 256 codes means; all tensors share it."""
 
 
 def _count_elements(seen: OptimizedTensor) -> int:
@@ -164,130 +167,78 @@ def _count_unfactored(seen: OptimizedTensor) -> int:
     return 0 if _is_factored(seen) else seen.elements
 
 
-def _build_8_bit_slots(*moments: str, paged: bool = False) -> tuple[StateSlot, ...]:
-    """Build the states of an optimizer whose `moments` are codes of 8 bits with a scale for each block."""
-    slots: list[StateSlot] = []
-    for moment in moments:
-        if paged:
-            slots.append(StateSlot(f"{moment}, 8-bit codes in pages", _count_in_pages(_count_codes), "U8", paged=True))
-        slots += (
-            StateSlot(f"{moment}, 8-bit codes", _count_resident(_count_codes) if paged else _count_codes, "U8"),
-            StateSlot(f"{moment}, scales", _count_scales),
-            StateSlot(f"{moment} of small tensors", _count_uncoded),
-        )
-    return tuple(slots)
+_COUNTS: Final[Mapping[str, Callable[[OptimizedTensor], int]]] = {
+    "all": _count_elements,
+    "hidden matrices": _count_hidden,
+    "others": _count_others,
+    "codes": _count_codes,
+    "scales": _count_scales,
+    "uncoded": _count_uncoded,
+    "rows": _count_rows,
+    "columns": _count_columns,
+    "vectors": _count_unfactored,
+    "sides": _count_sides,
+    "packed sides": _count_packed_sides,
+}
+"""How many elements a state has for what a rank sees of a tensor, by the word that `optimizers.toml` has for it."""
 
 
-_ADAM_STATE_NAMES: Final = ("first moment", "second moment")
-_BITSANDBYTES_SOURCE: Final = "bitsandbytes 0.50, optim/optimizer.py"
+class _StateRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    counts: str
+    """A key of `_COUNTS`."""
+    dtype: str = "F32"
+    """The safetensors dtype, or `parameters` for that of the parameters which are updated."""
+    pages: Literal["in", "out", ""] = ""
+    """Whether only large tensors have it, in pages that can leave the device, or only the others."""
+    square: bool = False
 
-OPTIMIZERS: Final = (
-    OptimizerSpec(
-        "adamw",
-        "AdamW",
-        tuple(StateSlot(name, _count_elements) for name in _ADAM_STATE_NAMES),
-        "torch 2.13, torch.optim.AdamW",
-        temporary=True,
-    ),
-    OptimizerSpec(
-        "adamw-bf16",
-        "AdamW without fp32 copies: parameters, gradients and moments in the type that computes",
-        tuple(StateSlot(name, _count_elements, None) for name in _ADAM_STATE_NAMES),
-        "torch 2.13, torch.optim.AdamW (states are `zeros_like` the parameter)",
-        master=False,
-        temporary=True,
-    ),
-    OptimizerSpec(
-        "adamw-8bit",
-        "AdamW with moments in 8 bits",
-        _build_8_bit_slots(*_ADAM_STATE_NAMES),
-        f"{_BITSANDBYTES_SOURCE}, Optimizer2State",
-        constant=2 * CODES,
-    ),
-    OptimizerSpec(
-        "paged-adamw",
-        "AdamW with moments in pages that can leave the device",
-        tuple(
-            slot
-            for name in _ADAM_STATE_NAMES
-            for slot in (
-                StateSlot(f"{name} in pages", _count_in_pages(_count_elements), paged=True),
-                StateSlot(f"{name} of small tensors", _count_resident(_count_elements)),
-            )
-        ),
-        f"{_BITSANDBYTES_SOURCE}, get_state_buffer",
-    ),
-    OptimizerSpec(
-        "paged-adamw-8bit",
-        "AdamW with moments in 8 bits, in pages that can leave the device",
-        _build_8_bit_slots(*_ADAM_STATE_NAMES, paged=True),
-        f"{_BITSANDBYTES_SOURCE}, Optimizer2State and get_state_buffer",
-        constant=2 * CODES,
-    ),
-    OptimizerSpec("sgd", "SGD", (), "torch 2.13, torch.optim.SGD"),
-    OptimizerSpec(
-        "sgd-momentum", "SGD with momentum", (StateSlot("momentum", _count_elements),), "torch 2.13, torch.optim.SGD"
-    ),
-    OptimizerSpec(
-        "adafactor",
-        "Adafactor without first moment",
-        (
-            StateSlot("row variances", _count_rows),
-            StateSlot("column variances", _count_columns),
-            StateSlot("variances of vectors", _count_unfactored),
-        ),
-        "Shazeer and Stern 2018, sec. 3; transformers 5.23, optimization.Adafactor; torch 2.13, torch.optim.Adafactor",
-        temporary=True,
-        trainer_copies=2,
-    ),
-    OptimizerSpec(
-        "muon",
-        "Muon for the matrices of layers, AdamW for all else",
-        (
-            StateSlot("momentum of matrices", _count_hidden),
-            StateSlot("first moment of the others", _count_others),
-            StateSlot("second moment of the others", _count_others),
-        ),
-        "torch 2.13, torch.optim.Muon and AdamW; Jordan et al. 2024",
-        splits=True,
-    ),
-    OptimizerSpec(
-        "soap",
-        "SOAP: Adam in the eigenbasis of Shampoo's preconditioners",
-        (
-            *(StateSlot(name, _count_elements) for name in _ADAM_STATE_NAMES),
-            StateSlot("preconditioners", _count_sides, square=True),
-            StateSlot("their eigenvectors", _count_sides, square=True),
-        ),
-        "Vyas et al. 2024, algorithm 3; pytorch_optimizer 4.1, optimizer/soap.py",
-    ),
-    OptimizerSpec(
-        "shampoo",
-        "Shampoo with the step size of Adam",
-        (
-            StateSlot("momentum", _count_elements, None),
-            StateSlot("second moment, for the step size", _count_elements, None),
-            StateSlot("preconditioners", _count_packed_sides, square=True),
-            StateSlot("their inverse roots", _count_packed_sides, square=True),
-        ),
-        "Shi et al. 2023; facebookresearch/optimizers f606606, distributed_shampoo, grafting from Adam",
-        spreads=True,
-    ),
-    OptimizerSpec(
-        "lion",
-        "Lion",
-        (StateSlot("momentum", _count_elements),),
-        "Chen et al. 2023, algorithm 2; bitsandbytes 0.50, Lion",
-    ),
-    OptimizerSpec(
-        "lion-8bit",
-        "Lion with momentum in 8 bits",
-        _build_8_bit_slots("momentum"),
-        f"{_BITSANDBYTES_SOURCE}, Optimizer1State",
-        constant=CODES,
-    ),
-)
-"""All that shardctl knows."""
+    def build_slot(self) -> StateSlot:
+        """Build the state; raises KeyError for a count that is not known."""
+        elements = _COUNTS[self.counts]
+        if self.pages:
+            elements = _count_in_pages(elements) if self.pages == "in" else _count_resident(elements)
+        dtype = None if self.dtype == "parameters" else self.dtype
+        return StateSlot(self.name, elements, dtype, self.pages == "in", self.square)
+
+
+class _OptimizerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An optimizer as `optimizers.toml` has it; `OptimizerSpec` says what the keys mean."""
+
+    name: str
+    title: str
+    source: str
+    states: tuple[_StateRecord, ...]
+    other_names: tuple[str, ...] = ()
+    """What libraries call optimizers that keep the same states."""
+    master: bool = True
+    constant: int = 0
+    splits: bool = False
+    temporary: bool = False
+    trainer_copies: int = 0
+    spreads: bool = False
+
+    def build_spec(self) -> OptimizerSpec:
+        """Build the optimizer; raises KeyError for a state whose count is not known."""
+        known = {key: getattr(self, key) for key in self.__struct_fields__ if key not in {"states", "other_names"}}
+        return OptimizerSpec(**known, slots=tuple(state.build_slot() for state in self.states))
+
+
+class _OptimizerFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    optimizer: tuple[_OptimizerRecord, ...]
+
+
+@cache
+def _read_records() -> tuple[_OptimizerRecord, ...]:
+    """Read `optimizers.toml`."""
+    text = files("shardctl.estimate.training").joinpath("optimizers.toml").read_text(encoding="utf-8")
+    return msgspec.convert(tomllib.loads(text), _OptimizerFile).optimizer
+
+
+@cache
+def list_optimizers() -> tuple[OptimizerSpec, ...]:
+    """List all that shardctl knows, in the order of `optimizers.toml`."""
+    return tuple(record.build_spec() for record in _read_records())
 
 
 def build_plain_optimizer(known: OptimizerSpec) -> OptimizerSpec:
@@ -314,14 +265,6 @@ def narrow_moments(known: OptimizerSpec, dtypes: tuple[str, str]) -> OptimizerSp
     return replace(known, slots=slots, source=source)
 
 
-_OTHER_NAMES: Final = {
-    **dict.fromkeys(("adam", "fusedadam", "fused-adam", "adamw-torch", "adamw-torch-fused", "adamw-hf"), "adamw"),
-    **dict.fromkeys(("adam-8bit", "adam8bit", "adamw8bit", "adamw-bnb-8bit", "8bit-adam"), "adamw-8bit"),
-    **dict.fromkeys(("momentum", "nesterov"), "sgd-momentum"),
-}
-"""What libraries call optimizers that keep the same states."""
-
-
 def get_optimizer(name: str) -> OptimizerSpec:
     """Return the optimizer of that name.
 
@@ -330,12 +273,13 @@ def get_optimizer(name: str) -> OptimizerSpec:
     >>> get_optimizer("lion").slots[0].elements(OptimizedTensor((2, 3), 6, hidden=True))
     6
     """
-    for known in OPTIMIZERS:
+    for known in list_optimizers():
         if known.name == name:
             return known
     from difflib import get_close_matches  # rarely needed
 
-    names, plain = [known.name for known in OPTIMIZERS], name.lower().replace("_", "-")
-    meant = _OTHER_NAMES.get(plain) or next(iter(get_close_matches(plain, names, 1)), "")
+    names, plain = [known.name for known in list_optimizers()], name.lower().replace("_", "-")
+    same = [record.name for record in _read_records() if plain in record.other_names]
+    meant = next(iter(same or get_close_matches(plain, names, 1)), "")
     guess = f"did you mean {meant}? " if meant else ""
     raise UsageError(f"unknown optimizer {name!r}", hint=f"{guess}The optimizers are {', '.join(names)}")
