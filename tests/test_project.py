@@ -244,6 +244,18 @@ def test_every_page_has_a_place_in_the_navigation():
     assert {*places} == {str(path.relative_to(ROOT / "docs")) for path in PAGES[2:]} | {"index.md", "changelog.md"}
 
 
+def test_what_pages_were_compared_with_is_collapsed():
+    """A reader who looks for a command meets no list of tests; GitHub and the site both fold these blocks."""
+    pages = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")}
+    begin = r'^<details class="note" markdown="1">\n<summary>[^<\n]+</summary>\n\n'
+    folded = re.compile(rf"{begin}.*?\n\n</details>$", re.DOTALL | re.MULTILINE)
+    assert sum(len(folded.findall(text)) for text in pages.values()) > 25
+    for name, text in pages.items():
+        shown = folded.sub("", text)
+        assert "details>" not in shown, name
+        assert not re.search(r"\*Compared\s+with", shown), name
+
+
 def test_the_changelog_has_the_version():
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert re.search(rf"^## {re.escape(shardctl.__version__)}\b", text, re.MULTILINE)
