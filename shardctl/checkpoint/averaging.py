@@ -170,6 +170,12 @@ def combine_checkpoints(
     """
     first = _decode(checkpoint, threads, cast)
     opened = [_open_other(first, path, source_options) for path in combination.others]
+    for each in (checkpoint, *opened):
+        if each.adapter:
+            raise UnsupportedError(
+                f"{each.source.name} is an adapter, and the product of averaged factors is not the average",
+                hint="merge each into the base first: shardctl reshard BASE DST --merge ADAPTER",
+            )
     others = [_decode(each, threads, cast) for each in opened]
     for each in others:
         first.resources.enter_context(each.resources)
@@ -313,7 +319,8 @@ class _Sum:
         arrays[path] = WeightedSum(tensor.name, tensor.shape, stored, self.weights, dtype)
         where = Region(path, 0, compute_dense_strides(dtype, tensor.shape))
         chunk = Chunk(Box.whole(tensor.shape), dtype, where, tensor.chunks[0].name)
-        return replace(tensor, dtype=dtype, chunks=(chunk,))
+        read = sum(each.nbytes if each.encoded_bytes is None else each.encoded_bytes for each in inputs)
+        return replace(tensor, dtype=dtype, chunks=(chunk,), encoded_bytes=read)
 
     def _choose_dtype(self, tensor: Tensor) -> DType:
         if self.cast is None or tensor.dtype.name not in CASTABLE:

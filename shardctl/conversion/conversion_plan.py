@@ -15,6 +15,7 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from shardctl.base.amounts import format_plural
 from shardctl.base.errors import MemoryBudgetError, UsageError
 from shardctl.base.garbage_collection import pause_garbage_collection
 from shardctl.base.value import value_class
@@ -580,3 +581,22 @@ def _record_options(reshard_options: ReshardOptions) -> dict[str, str]:
         **_collect_special_options(reshard_options),
     }
     return {key: value for key, value in shaping.items() if value is not None}
+
+
+def list_changes(checkpoint: OpenedCheckpoint, options: ReshardOptions) -> tuple[str, ...]:
+    """List what a conversion was asked to change besides the layout, such as ``cast to bf16``."""
+    changes = (
+        f"cast to {options.dtype}" if options.dtype != "keep" else "",
+        f"quantized to {options.quantize}" if options.quantize is not None else "",
+        "dequantized" if checkpoint.encoded else "",
+        f"{format_plural(len(options.merge), 'adapter')} merged" if options.merge else "",
+        f"the sum {checkpoint.averaged}" if checkpoint.averaged else "",
+        f"with the deltas {checkpoint.applied}" if checkpoint.applied else "",
+        f"experts {options.experts}" if options.experts != "keep" else "",
+        *(
+            f"--{name} {value}"
+            for name in ("only", "include", "exclude")
+            if (value := getattr(options, name)) is not None
+        ),
+    )
+    return tuple(filter(None, changes))

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from shardctl.base.value import value_class
-from shardctl.conversion.conversion_plan import divide_memory, draft_conversion, work_out_conversion
+from shardctl.conversion.conversion_plan import divide_memory, draft_conversion, list_changes, work_out_conversion
 from shardctl.conversion.engine.budget import divide_counted_memory
 from shardctl.conversion.expansion import compute_expansion_limit
 from shardctl.libraries.catalogue import get_layout
@@ -57,6 +57,11 @@ class MeasuredConversion:
     def write_bytes(self) -> int:
         """Bytes of all files of the result but its record."""
         return sum(self.files.values()) + sum(side.nbytes for side in self.carried)
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """What is changed besides the layout, such as ``cast to bf16``."""
+        return list_changes(self.checkpoint, self.reshard_options)
 
     def prefix(self, rank: int) -> str:
         """Return what the paths of a rank's files begin with; empty where the layout has no files of ranks."""

@@ -30,9 +30,8 @@ def list_carried_files(
     checkpoint: OpenedCheckpoint, have: Manifest, dtypes: Mapping[str, DType], layout: Layout
 ) -> list[OpaqueObject]:
     """List the side files that travel along; after a cast, `config.json` says the new dtype, and no quantization."""
-    worked_out = next(
-        (t.dtype.torch for t in have.tensors.values() if t.encoded_bytes and t.dtype in FLOATS.values()), ""
-    )
+    computed = () if checkpoint.averaged and not checkpoint.encoded else have.tensors.values()
+    worked_out = next((t.dtype.torch for t in computed if t.encoded_bytes and t.dtype in FLOATS.values()), "")
     cast = {dtypes[n].torch for n, t in have.tensors.items() if dtypes[n] is not t.dtype}
     part_configs = _list_part_configs(checkpoint, have, dtypes)
     carried = []

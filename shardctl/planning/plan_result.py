@@ -105,6 +105,8 @@ class ConversionCost:
     rate_source: Literal["default", "given", "measured"]
     possible: bool = True
     """Whether the limit on host memory can hold it; if not, the numbers are those of the least that can."""
+    changes: tuple[str, ...] = ()
+    """What is changed besides the layout, such as ``cast to bf16``."""
 
     @property
     def seconds(self) -> float:
@@ -203,6 +205,7 @@ class PlanResult(ResultView):
         """Describe in one line what `reshard` would write to `destination`."""
         divided = f"sharded for {self.mesh} " if self.mesh.world > 1 else ""
         shape = f"{divided}in layout {self.layout}".removesuffix(" in layout ranks")
+        shape = ", ".join([shape, *(self.conversion.changes if self.conversion is not None else ())])
         size = ""
         if self.conversion is not None:
             written, files = format_file_size(self.conversion.write_bytes), self.conversion.files
@@ -259,6 +262,7 @@ def describe_conversion(
         rate_bytes=rate or DEFAULT_DISK_RATE,
         rate_source="given" if rate else "default",
         possible=not work.impossible,
+        changes=work.changes,
     )
     found = _build_result(path, work.checkpoint, about, work.mesh, stages, plan_options, work, conversion)
     besides = _note_extra_bytes(work, found.ranks) if plan_options is not None else ""

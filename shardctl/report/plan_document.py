@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shardctl.estimate.training.comparison import ShardingStrategy
     from shardctl.planning.forecast import WorkloadEstimate
     from shardctl.planning.mesh_search import MeshExploration
-    from shardctl.planning.plan_result import PlanResult
+    from shardctl.planning.plan_result import ConversionCost, PlanResult
 
 
 def build_plan_document(result: PlanResult) -> Document:
@@ -87,7 +87,7 @@ def build_plan_fields(result: PlanResult) -> Document:
             }
             for one in result.counsel.types
         ],
-        "conversion": asdict(result.conversion) | {"seconds": result.conversion.seconds} if result.conversion else None,
+        "conversion": _build_cost_document(result.conversion) if result.conversion else None,
         "adapter": asdict(result.adapter) if result.adapter else None,
         **({"extra_tensors": build_extra_document(result.extra)} if result.extra else {}),
         "warnings": list(result.warnings),
@@ -307,3 +307,9 @@ def _build_cost(cost: MeshCost) -> Document:
             {"name": s.name, "seconds": s.seconds, "moved_bytes": s.nbytes, "formula": s.formula} for s in cost.shares
         ],
     }
+
+
+def _build_cost_document(cost: ConversionCost) -> Document:
+    found = asdict(cost) | {"seconds": cost.seconds}
+    del found["changes"]  # which the verdict of a rehearsal says
+    return found

@@ -13,6 +13,7 @@ from shardctl.base.result_view import ResultView
 from shardctl.base.value import state_class, value_class
 from shardctl.base.workers import NullWatcher, ProgressWatcher, StopRequest
 from shardctl.conversion.assembling import assemble_result, hash_result_name
+from shardctl.conversion.conversion_plan import list_changes
 from shardctl.conversion.engine.interrupt import stop_on_signals
 from shardctl.conversion.engine.journal import BandJournal
 from shardctl.conversion.engine.staging import StagingArea
@@ -34,7 +35,7 @@ from shardctl.tensors.record import DERIVED, PROVED_BY_RESULT, RECORD, RULES_PRO
 from shardctl.tensors.shares import share_whole_plan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from shardctl.conversion.conversion_plan import PlannedConversion
     from shardctl.conversion.engine.part import WorkerPart
@@ -286,27 +287,5 @@ def _build_result(
         extra=work.checkpoint.list_extra_tensors(work.have.extra),
         consumer=work.consumer,
         copy_plan=work.plan,
-        changes=tuple(_list_changes(work)),
+        changes=list_changes(work.checkpoint, work.reshard_options),
     )
-
-
-def _list_changes(work: PlannedConversion) -> Iterator[str]:
-    """List what a conversion was asked to change besides the layout."""
-    options = work.reshard_options
-    if options.dtype != "keep":
-        yield f"cast to {options.dtype}"
-    if options.quantize is not None:
-        yield f"quantized to {options.quantize}"
-    if work.checkpoint.encoded:
-        yield "dequantized"
-    if options.merge:
-        yield f"{format_plural(len(options.merge), 'adapter')} merged"
-    if work.checkpoint.averaged:
-        yield f"the sum {work.checkpoint.averaged}"
-    if work.checkpoint.applied:
-        yield f"with the deltas {work.checkpoint.applied}"
-    if options.experts != "keep":
-        yield f"experts {options.experts}"
-    for name in ("only", "include", "exclude"):
-        if getattr(options, name) is not None:
-            yield f"--{name} {getattr(options, name)}"

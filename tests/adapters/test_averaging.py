@@ -18,6 +18,7 @@ from shardctl.models import describe_model
 from shardctl.models.adaptation.weighted_sum import sum_weighted
 from shardctl.options import DestinationOptions, ReshardOptions, VerifyOptions
 from shardctl.tensors.mesh import Mesh
+from shardctl.verbs.dry_run import rehearse_reshard
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
@@ -132,7 +133,10 @@ def test_three_layouts_are_averaged_and_verified(tmp_path):
     dcp.save(three, checkpoint_id=tmp_path / "dcp", no_dist=True)
     others = (str(tmp_path / "ranks"), str(tmp_path / "dcp"))
     options = {"average_with": others, "average_weights": "0.5,0.25,0.25"}
+    planned = rehearse_reshard(first, tmp_path / "out", ReshardOptions(to="hf", **options))
+    assert "the sum 1/2 * a + 1/4 * ranks + 1/4 * dcp" in planned.describe_writing("out")
     done = reshard(first, tmp_path / "out", ReshardOptions(to="hf", **options))
+    assert planned.conversion.read_bytes == done.read_bytes == 3 * sum(each.nbytes for each in one.values())
     expected = expect([one, two, three], [Fraction(1, 2), Fraction(1, 4), Fraction(1, 4)])
     found = read(tmp_path / "out")
     assert found.keys() == expected.keys()
@@ -204,6 +208,13 @@ def test_other_tensors_and_shapes_are_named(tmp_path):
     with pytest.raises(SourceError, match=r"\[64, 32\] in .*a, and \[65, 32\] in .*b"):
         reshard(first, tmp_path / "out", ReshardOptions(to="hf", average_with=(str(second),)))
     assert not (tmp_path / "out").exists()
+
+
+def test_adapters_are_refused(tmp_path):
+    save_file({"base_model.model.q_proj.lora_A.weight": torch.ones(2, 4)}, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "target_modules": []}))
+    with pytest.raises(UnsupportedError, match="is an adapter, and the product of averaged factors"):
+        reshard(tmp_path, tmp_path / "out", ReshardOptions(average_with=(str(tmp_path),)))
 
 
 def test_integers_must_be_equal(tmp_path):

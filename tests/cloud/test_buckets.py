@@ -13,7 +13,7 @@ from shardctl.base.errors import ChangedError, DestinationError, Interrupted, So
 from shardctl.base.workers import NullWatcher
 from shardctl.conversion.engine.replacement import replaced_by
 from shardctl.conversion.engine.uploads import BucketUploads
-from shardctl.options import DestinationOptions, ReshardOptions, VerifyOptions
+from shardctl.options import DestinationOptions, ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.storage import retries as patience
 from shardctl.storage.cloud.bucket import PIECE, CloudBucket
 from shardctl.storage.cloud.refusals import RefusalReader
@@ -74,6 +74,31 @@ def test_a_bucket_is_read_like_a_directory(s3, bucket, source, tmp_path):
     assert there.record.digest == here.record.digest
     assert verify(address, VerifyOptions(against=source)).ok
     assert digest(f"{address}/model.safetensors").digest == digest(source).digest
+
+
+def test_sums_and_deltas_of_a_bucket_are_those_of_a_directory(s3, bucket, source, tmp_path):
+    """Other inputs in the bucket, too, and a destination there that is one of them."""
+    other = reshard(source, tmp_path / "other", ReshardOptions(dtype="bf16")).destination
+    again = reshard(other, tmp_path / "again", ReshardOptions(dtype="fp32")).destination
+    for name, place in (("source", source), ("again", again)):
+        put(s3, bucket, f"{name}/", place)
+    address = f"s3://{bucket}"
+    here = reshard(source, tmp_path / "sum", ReshardOptions(to="hf", average_with=(str(again),)))
+    there = reshard(f"{address}/source", f"{address}/sum", ReshardOptions(to="hf", average_with=(f"{address}/again",)))
+    assert there.record.digest == here.record.digest
+    assert held(s3, bucket, "sum/")["model.safetensors"] == on_disk(tmp_path / "sum")["model.safetensors"]
+    over = DestinationOptions(overwrite=True)
+    for target in ("sum", "again"):
+        options = ReshardOptions(to="hf", average_with=(f"{address}/again",))
+        with pytest.raises(DestinationError):
+            reshard(f"{address}/sum", f"{address}/{target}", options, destination_options=over)
+    diff(f"{address}/source", f"{address}/again", write=tmp_path / "weight_v000001")
+    put(s3, bucket, "delta/", tmp_path / "weight_v000001")
+    applied = SourceOptions(apply=(f"{address}/delta",))
+    reshard(f"{address}/source", f"{address}/new", ReshardOptions(to="hf"), source_options=applied)
+    assert digest(f"{address}/new").digest == digest(again).digest
+    with pytest.raises(DestinationError):
+        reshard(source, f"{address}/delta", destination_options=over, source_options=applied)
 
 
 def test_from_a_bucket_into_a_bucket(s3, bucket, source, tmp_path):
