@@ -129,7 +129,8 @@ class WeightChanges:
     """Whether the second checkpoint is the one whose bands come first."""
     _squares: dict[str, tuple[int, int]] = field(default_factory=dict)
     """By tensor, the sums of the squares of the differences and of the first checkpoint's values."""
-    _equal: list[tuple[_ContentTask, ByteReader]] = field(default_factory=list)
+    _equal: list[tuple[Tensor, Box, ByteReader]] = field(default_factory=list)
+    """Without an index of the chunks, which would take more memory than the rest of a comparison of small tensors."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, tensor: str, change: int, values: int) -> None:
@@ -138,34 +139,40 @@ class WeightChanges:
             before = self._squares.get(tensor, (0, 0))
             self._squares[tensor] = before[0] + change, before[1] + values
 
-    def add_equal(self, task: _ContentTask, reader: ByteReader) -> None:
+    def add_equal(self, tensor: Tensor, box: Box, reader: ByteReader) -> None:
         """Note a band that is equal in both."""
         with self._lock:
-            self._equal.append((task, reader))
+            self._equal.append((tensor, box, reader))
 
     def summarize(self, effort: ExecutionOptions) -> tuple[LayerChange, ...]:
         """Return the layers in which a weight changed, the one that changed most first."""
         changed = frozenset(self._squares)
         layers = {name_block(name) for name in changed}
-        rest = [each for each in self._equal if name_block(each[0].tensor.name) in layers]
+        rest = [each for each in self._equal if name_block(each[0].name) in layers]
         if rest:
-            nbytes = sum(task.tensor.dtype.nbytes(task.box.shape) for task, _ in rest)
-            effort.watcher.begin(nbytes, phase="norms of changed layers")
+            effort.watcher.begin(sum(t.dtype.nbytes(b.shape) for t, b, _ in rest), phase="norms of changed layers")
+
+        def tasks() -> Iterator[tuple[_ContentTask, ByteReader]]:
+            before: Tensor | None = None
+            for tensor, box, reader in rest:
+                if tensor is not before:
+                    before, index = tensor, ChunkIndex(cover_tensor(tensor))
+                yield _ContentTask(tensor, index, index, box), reader
 
         def worker() -> Callable[[tuple[_ContentTask, ByteReader]], None]:
             band, buffer = BandBuffer(effort.block), allocate_aligned(effort.block)
 
             def handle(noted: tuple[_ContentTask, ByteReader]) -> None:
                 task, reader = noted
-                nbytes = task.tensor.dtype.nbytes(task.box.shape)
-                data = buffer[task.ours.find_shift(task.box) :][:nbytes]
+                dtype = task.tensor.dtype
+                data = buffer[task.ours.find_shift(task.box) :][: dtype.nbytes(task.box.shape)]
                 band.read(reader, task.ours, task.box, data)
-                self.add(task.tensor.name, 0, measure_values(data, task.tensor.dtype).squares)
-                effort.watcher.advance(nbytes)
+                self.add(task.tensor.name, 0, measure_values(data, dtype).squares)
+                effort.watcher.advance(data.size)
 
             return handle
 
-        run_in_threads(iter(rest), worker, effort.threads, effort.stop)
+        run_in_threads(tasks(), worker, effort.threads, effort.stop)
         found: dict[str, list[int]] = {}
         for name, (change, values) in self._squares.items():
             sums = found.setdefault(name_block(name), [0, 0, 0, 0])
@@ -386,7 +393,7 @@ def _compare_tasks(
             if changes is None or name not in changes.weights or dtype.name not in CASTABLE:
                 return
             if sums is None:
-                changes.add_equal(task, ours)
+                changes.add_equal(task.tensor, task.box, ours)
             else:
                 changes.add(name, sums.squares, measure_values(right if changes.reversed else left, dtype).squares)
 
