@@ -62,7 +62,7 @@ _SHARE_ALL: Final = 3
 """The ZeRO stage that shares parameters, too."""
 _MAX_TUNED_MESHES: Final = 32
 """Meshes whose settings are chosen among all, the fastest first: four times what is shown. Slower ones run as they were
-asked for, or if they do not fit, with what needs least."""
+asked for, or if they do not fit, with as much recomputed and shared as can be."""
 _MODEL_STATE_CATEGORIES: Final = frozenset({"weights", "gradients", "optimizer"})
 
 
@@ -329,25 +329,28 @@ class SettingsChooser:
     def _list_groups(self, mesh: Mesh, stages: tuple[int, ...], *, every: bool = True) -> list[_SettingsGroup]:
         """List the settings of a mesh in groups, each with what may be recomputed, the least first.
 
-        Without `every`, only the settings that need least: no interleaved stages, and nothing overlapped.
+        Without `every`, only those that share and recompute most, and overlap nothing; the first needs least.
         """
         try:
             work = self.explorer.work_on(mesh)
         except UsageError:  # the step has no whole number of microbatches
             return []
         assert isinstance(work, TrainingWorkload)  # noqa: S101 - nothing else is varied
-        varied = self.varied if every else replace(self.varied, virtual_stages=False, overlap=False)
+        varied = self.varied if every else replace(self.varied, overlap=False)
         found = [
             (group, tuple(varied.list_recomputation(overlapped=overlapped)))
             for group, overlapped in varied.list_groups(work, mesh, stages)
         ]
-        return found if every else [(group, levels[-1:]) for group, levels in found[-1:]]
+        if every or not found:
+            return found
+        most = {one for one in found[-1][0] if "--zero" in one.options}
+        return [(group, levels[-1:]) for group, levels in found if most <= set(group)]
 
     def _may_fit(self, mesh: Mesh, stages: tuple[int, ...]) -> bool:
         """Return whether a mesh fits with the settings that need least."""
         return any(
             self._glance(self._explore((*group, *levels[-1])), mesh, stages) is not None
-            for group, levels in self._list_groups(mesh, stages, every=False)
+            for group, levels in self._list_groups(mesh, stages, every=False)[:1]
         )
 
     def _time_fastest(self, mesh: Mesh, stages: tuple[int, ...]) -> float:

@@ -195,6 +195,18 @@ def test_what_is_sent_behind_the_computation_counts_only_where_it_takes_longer()
     assert far.share("parameters") + far.share("gradients") == pytest.approx(sent - hidden, rel=0.01)
 
 
+def test_tokens_go_to_the_nodes_of_their_groups_of_experts_only():
+    """Node-limited routing: a token of DeepSeek-V3 chooses four of eight groups, and so four nodes at most."""
+    work, name = TrainingWorkload(sequence=4096), "tokens to experts and back"
+    config, inventory = DEEPSEEK_V3, deepseek_v3()
+    limited = cost({**config, "n_group": 8, "topk_group": 4}, inventory, "dp=64,ep=64", work).share(name)
+    free = cost({**config, "n_group": 1, "topk_group": 1}, inventory, "dp=64,ep=64", work).share(name)
+    ratio = 4 * (1 - (3 / 4) ** 8) / (8 * (1 - (7 / 8) ** 8))
+    assert limited / free == pytest.approx(ratio, rel=0.02)
+    greedy = {**config, "n_group": 8, "topk_group": 4, "topk_method": "greedy"}
+    assert cost(greedy, inventory, "dp=64,ep=64", work).share(name) == pytest.approx(free)
+
+
 # Grattafiori et al. 2024, table 4: tp8, pp16, dp64 and 32 sequences per dp rank reached 430 TFLOP/s per device. The
 # schedule was interleaved; in how many chunks it does not say.
 @pytest.mark.parametrize("chunks", [2, 4, 7])

@@ -165,6 +165,10 @@ class LayerExperts:
     """Elements of a token's latent, which routed experts read and write (Nemotron 3); 0 for the hidden ones."""
     idle: int = 0
     """Of `count`, those that give a token back as it is (LongCat)."""
+    groups: int = 1
+    """Groups of consecutive experts, of which a token goes to `chosen_groups` only."""
+    chosen_groups: int = 1
+    """Node-limited routing (DeepSeek-AI 2024, DeepSeek-V3, sec. 2.1.2)."""
 
 
 @value_class
@@ -410,7 +414,9 @@ class _LayerGraphReader:
             wide = not self.traits.narrow_experts
             width = next((named.size("routed") for row in rows if "latent" in row.when.split()), 0)
             idle = len(self.facts.indices["idle"].values) if "idle" in self.facts.indices else 0
-            experts = LayerExperts(named.size("experts"), chosen, named.size("effn"), shared, gated, wide, width, idle)
+            groups = _read_expert_groups(config)
+            counts = (named.size("experts"), chosen, named.size("effn"))
+            experts = LayerExperts(*counts, shared, gated, wide, width, idle, *groups)
         widths = ("ffn", "dffn", *(() if experts else ("sffn",)), *(n for n in self.facts.dims if n.startswith("ffn_")))
         mlp = next((n for n in widths if named.has(n)), "")
         widest = mlp or ("effn" if experts else "")
@@ -543,6 +549,15 @@ def _count_streams(named: RowDims) -> int:
     if named.has("streams"):
         return named.size("streams") // named.size("hidden")
     return named.size("copies") if named.has("copies") else 1
+
+
+def _read_expert_groups(config: ModelConfig) -> tuple[int, int]:
+    """Read how many groups of experts there are, and of how many a token may choose; one of one if routing is free."""
+    groups, chosen = config.values.get("n_group"), config.values.get("topk_group")
+    limited = isinstance(groups, int) and isinstance(chosen, int) and 0 < chosen < groups
+    if not limited or config.values.get("topk_method") == "greedy":  # DeepSeek-V2's other choice
+        return 1, 1
+    return config.size("n_group"), config.size("topk_group")
 
 
 def _read_chosen_experts(config: ModelConfig, usual: int | None) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from math import comb
 from typing import TYPE_CHECKING, Final
 
 from shardctl.base.dtype import BY_NAME
@@ -329,10 +330,30 @@ class _StagePacer:
     def sent_once(self, places: int) -> float:
         """Return the part of a token's copies that is sent if each of `places` gets one for all of its experts.
 
-        Dispatchers such as DeepEP send so between nodes, and between ranks of a node. Experts are chosen evenly.
+        Dispatchers such as DeepEP send so between nodes, and between ranks of a node. Experts are chosen evenly, where
+        routing is limited to groups of experts, among the places that the chosen groups are on.
         """
-        chosen = max((layer.experts.chosen for layer in self.anatomy.layers if layer.experts), default=1)
-        return places * (1 - (1 - 1 / places) ** chosen) / chosen
+        experts = max(
+            (layer.experts for layer in self.anatomy.layers if layer.experts),
+            key=lambda one: one.chosen,
+            default=None,
+        )
+        if experts is None:
+            return 1.0
+        reached = _count_reached_places(places, experts.groups, experts.chosen_groups)
+        return reached * (1 - (1 - 1 / reached) ** experts.chosen) / experts.chosen
+
+
+def _count_reached_places(places: int, groups: int, chosen: int) -> float:
+    """Count the places that have experts of `chosen` of `groups`, which are spread over all in order.
+
+    >>> _count_reached_places(8, 8, 4), _count_reached_places(64, 8, 4), _count_reached_places(2, 8, 4)
+    (4.0, 32.0, 1.9714285714285715)
+    """
+    if places >= groups:
+        return places * chosen / groups
+    here = groups // places
+    return places * (1 - comb(groups - here, chosen) / comb(groups, chosen))
 
 
 def _merge_shares(shares: Iterable[TimeShare]) -> list[TimeShare]:
