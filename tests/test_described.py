@@ -288,6 +288,26 @@ def test_a_class_of_transformers_describes_a_config_without_a_table(tmp_path, in
         assert cut.replication < 1.9  # which plans without a table once had as 2
 
 
+@pytest.mark.usefixtures("in_process")
+def test_towers_around_a_known_text_model_are_counted(tmp_path, monkeypatch):
+    """Where transformers has the class; without it, the text model alone."""
+    import transformers
+
+    from shardctl.running.small_model import build_small_model
+
+    model = build_small_model(transformers.Exaone4_5_ForConditionalGeneration)
+    model.save_pretrained(tmp_path / "saved")
+    described = plan(tmp_path / "saved/config.json", ReshardOptions(mesh=Mesh.of(tp=2)))
+    stored = plan(tmp_path / "saved", ReshardOptions(mesh=Mesh.of(tp=2)))
+    assert described.parameters == stored.parameters == model.num_parameters()
+    assert [rank.weight_bytes for rank in described.ranks] == [rank.weight_bytes for rank in stored.ranks]
+    assert sum("whole on every tp rank: model.visual.**" in warning for warning in described.warnings) == 1
+    monkeypatch.setattr("shardctl.checkpoint.config_only.find_spec", lambda _: None)
+    alone = plan(tmp_path / "saved/config.json")
+    assert alone.parameters < described.parameters
+    assert any("is counted, without its towers" in warning for warning in alone.warnings)
+
+
 def test_options_that_need_stored_tensors_are_refused(alone):
     with pytest.raises(UsageError, match="--config names another"):
         inspect(alone / "config.json", source_options=SourceOptions(config=PUBLIC / "bert-base.json"))

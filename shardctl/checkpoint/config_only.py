@@ -147,8 +147,8 @@ def build_manifest_from_class(source: Source, config: Mapping[str, object]) -> M
     }
     note = (
         f"no table knows {title}: its {len(tensors):,} tensors are those that transformers {found['transformers']} "
-        "makes of the config, on the meta device; it cannot tell which further tensors the files on the Hub have "
-        "(such as multi-token prediction layers), nor what a step keeps of each layer"
+        "makes of the config, on the meta device; it cannot tell which further tensors the files on the Hub have, such "
+        "as multi-token prediction layers"
     )
     warnings = (note, *_note_absent_files(source), *_note_untyped(config))
     return models.order_ties(Manifest(FORMAT, tensors, {}, warnings=warnings))

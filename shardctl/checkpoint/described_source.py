@@ -15,6 +15,7 @@ from shardctl.checkpoint.config_only import (
     find_config_file,
     is_model_config,
 )
+from shardctl.checkpoint.model_binding import ModelBinder
 from shardctl.checkpoint.opened_checkpoint import OpenedCheckpoint
 from shardctl.libraries import registry as formats
 from shardctl.libraries.catalogue import FORMATS
@@ -84,7 +85,11 @@ def _build_described_checkpoint(source: Source, only: ConfigReading, source_opti
     kv_heads = source_options.kv_heads or "error"
     config = only.values or {}
     if rules is None and models.find_family(config) is None:
-        return _build_class_checkpoint(source, only, source_options)
+        try:
+            return _build_class_checkpoint(source, only, source_options)
+        except UnsupportedError:
+            if not models.has_text_half(config):  # which a table describes by itself
+                raise
     model, manifest = build_model_from_config(source, config, rules, kv_heads=kv_heads)
     manifest = replace(manifest, warnings=(*manifest.warnings, *only.warnings))
     refuse_warnings(manifest, source_options)
@@ -93,17 +98,24 @@ def _build_described_checkpoint(source: Source, only: ConfigReading, source_opti
 
 
 def _build_class_checkpoint(source: Source, only: ConfigReading, source_options: SourceOptions) -> OpenedCheckpoint:
-    """Build a checkpoint without bytes of a config that no table knows, as transformers' class describes it."""
+    """Build a checkpoint without bytes of a config that no table knows, as transformers' class describes it.
+
+    If a table knows the text model inside, it says how that is cut and run. Raises UnsupportedError if there is no such
+    class.
+    """
     manifest = build_manifest_from_class(source, only.values or {})
     manifest = replace(manifest, warnings=(*manifest.warnings, *only.warnings))
     refuse_warnings(manifest, source_options)
-    untabled = cache(partial(models.build_untabled_model, only.values, manifest))
+    bound = ModelBinder(source, only.values, None, source_options, None).bind(manifest)
+    if bound.model is not None:  # a table knows the text model inside
+        manifest = bound.manifest
+    untabled = cache(partial(models.build_untabled_model, only.values, manifest)) if bound.model is None else None
     return OpenedCheckpoint(
         source,
         replace(manifest, tensors={}),
         manifest,
-        None,
-        UnsupportedError(f"the architecture {untabled().title} is not known"),
+        bound.model,
+        bound.problem,
         only.values,
         None,
         untabled=untabled,

@@ -139,8 +139,12 @@ def test_a_text_half_that_does_not_fit_its_table_is_cut_by_derived_rules_and_a_w
         assert digest(tmp_path / str(mesh)).digest == digest(tmp_path / "source").digest
 
 
-def test_of_a_config_alone_the_text_half_is_planned_and_a_warning_says_that_towers_are_not_counted(wrapper, capfd):
+def test_of_a_config_alone_the_text_half_is_planned_and_a_warning_says_that_towers_are_not_counted(
+    wrapper, capfd, monkeypatch
+):
+    """Where transformers is not installed, which would describe the towers."""
     name, tiny, alone = wrapper
+    monkeypatch.setattr("shardctl.checkpoint.config_only.find_spec", lambda _: None)
     assert run(["plan", str(tiny.path / "config.json"), "--tp", "2", "--json"]) == 0
     found = json.loads(capfd.readouterr().out)
     counted = sum(tensor.numel() for tensor in stored(alone).values())
