@@ -89,9 +89,16 @@ def vllm(folder):
         "removed": removed,
         "transformers_backend": sorted(backend_classes(folder) - served),
         "quantization": sorted({element.value for element in methods.slice.elts} | VLLM_OVERRIDDEN),
+        "read_ranks": VLLM_READ_RANKS.get(version_of(folder, "vllm"), ""),
     }
 
 
+VLLM_READ_RANKS = {"0.33.0": "0.32"}
+"""Versions whose classes were read and not run, with the compared version that has the same arrays per rank.
+
+0.33: sharded_state_loader.py is the same file, and so are the classes of all families but gpt-oss and LFM2, which have
+the same parameters; so have linear.py, vocab_parallel_embedding.py, fused_moe/, mamba/, models/transformers, and the
+models of transformers 5.19 and 5.20 that the Transformers backend runs."""
 VLLM_OVERRIDDEN = {"auto-round"}
 """Methods that configs name and that another of vLLM's methods takes over (`override_quantization_method`)."""
 

@@ -813,7 +813,7 @@ def reshard(
 
     Output:
         for_: Write what this program loads, check that it will load, and print the command that starts it: vllm,
-            vllm@0.32, sglang, transformers, transformers@4.57, tgi or llama.cpp.
+            vllm@0.33, sglang, transformers, transformers@4.57, tgi or llama.cpp.
         to: hf, ranks, dcp, universal, meta, torch_dist, fsdp_dtensor, megatron, trtllm, deepseek, vllm or orbax.
             Default: ranks for a mesh, else hf.
         names: Tensor names: of the Hub (hf), of transformers' classes, or of the source; in dcp those of Accelerate,
@@ -996,7 +996,7 @@ def verify(
             their devices, and each includes those before it. Default: "quick".
         against: Compare every element with this checkpoint, which may have any layout.
         merge: An adapter that was merged into the source; a list gives more than one.
-        for_: Say from headers whether this program loads the directory: vllm, vllm@0.32, sglang, transformers,
+        for_: Say from headers whether this program loads the directory: vllm, vllm@0.33, sglang, transformers,
             transformers@4.57, tgi or llama.cpp.
         mesh: Mesh whose ranks the files are, such as pp=2,tp=4, where no record says it; with for_, the mesh that the
             program runs on. A text, a dictionary such as {"pp": 2, "tp": 4}, or a Mesh.

@@ -19,7 +19,7 @@ from shardctl.checkpoint.config_files import CONFIG
 from shardctl.checkpoint.consumer_check import describe_model
 from shardctl.checkpoint.run_directory import find_run_files
 from shardctl.conversion.conversion_plan import plan_conversion
-from shardctl.libraries.consumers.profile import find_profile
+from shardctl.libraries.consumers.profile import find_profile, has_profile
 from shardctl.libraries.files.file_names import SAFETENSORS
 from shardctl.libraries.files.impostors import ADAPTER_CONFIG, find_lone_adapter
 from shardctl.libraries.safetensors.header import METADATA
@@ -79,8 +79,7 @@ def _find_older_profile(options: ReshardOptions) -> str:
     name, _, version = (options.consumer or "").partition("@")
     if options.to != _PER_RANK_LAYOUT or name != "vllm" or not version or options.vllm_profile is not None:
         return ""
-    newest = find_profile(name).version
-    return "" if version == newest or newest.startswith(f"{version}.") else version
+    return "" if has_profile(f"{name}@{version}") else version
 
 
 def warn_of_unchecked(reshard_options: ReshardOptions | None, applied: ReshardOptions) -> tuple[str, ...]:

@@ -67,7 +67,7 @@ class ReshardOptions:
         CommandOption(
             HelpPanel.WRITING,
             "Write what this program loads, check that it will load, and print the command that starts it: vllm, "
-            "vllm@0.32, sglang, transformers, transformers@4.57, tgi or llama.cpp.",
+            "vllm@0.33, sglang, transformers, transformers@4.57, tgi or llama.cpp.",
             brief="Write what this loads: vllm, sglang, tgi",
             flag="--for",
             metavar="CONSUMER",

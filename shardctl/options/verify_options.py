@@ -82,7 +82,7 @@ class VerifyOptions:
         str | None,
         CommandOption(
             HelpPanel.GENERAL,
-            "Say from headers whether this program loads the directory: vllm, vllm@0.32, sglang, transformers, "
+            "Say from headers whether this program loads the directory: vllm, vllm@0.33, sglang, transformers, "
             "transformers@4.57, tgi or llama.cpp. Exits with 3 if it does not, or if that is not known.",
             brief="Check that this loads it: vllm, sglang, tgi",
             flag="--for",

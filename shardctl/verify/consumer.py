@@ -94,7 +94,7 @@ class ConsumerVerdict:
     def describe(self) -> str:
         """Describe the verdict in one line.
 
-        It is ``should load in vllm 0.32 (headers only)``, ``will not load: REASON ...`` or ``not known: ...``.
+        It is ``should load in vllm 0.33 (headers only)``, ``will not load: REASON ...`` or ``not known: ...``.
         """
         if self.reasons:
             more = f" (and {len(self.reasons) - 1} more)" if len(self.reasons) > 1 else ""
@@ -139,6 +139,9 @@ def check_consumer(
             (reasons if known else unknown).append(text)
         reasons += _check_files(stored)
     notes = tuple(_list_notes(profile, stored))
+    if per_rank and profile.read_ranks:
+        compared = f"{profile.consumer} {profile.read_ranks}"
+        notes = (f"{profile.label} was read and not run: its arrays per rank are those of {compared}", *notes)
     command = format_command(profile, stored, mesh, path, per_rank=per_rank)
     return ConsumerVerdict(profile, tuple(reasons), tuple(unknown), unlisted, notes, command)
 

@@ -57,6 +57,29 @@ def test_reshard_for_vllm_writes_whole_files_and_prints_the_command_of_the_mesh(
     assert "should load in vllm 0.32 (headers only)" in again.out
 
 
+def test_a_version_that_was_read_and_not_run_gets_the_arrays_of_a_compared_one_and_a_note(say, source, tmp_path):
+    written = {}
+    for version in ("0.32", "0.33"):
+        said = say(
+            *("reshard", source, tmp_path / version, "--for", f"vllm@{version}", "--to", "vllm", "--tp", 2, "--json")
+        )
+        assert said.code == 0, said.err
+        verdict = json.loads(said.out.splitlines()[-1])["consumer"]
+        note = "vllm 0.33 was read and not run: its arrays per rank are those of vllm 0.32"
+        assert (note in verdict["notes"]) == (version == "0.33")
+        written[version] = {path.name: path.read_bytes() for path in (tmp_path / version).glob("*.safetensors")}
+    assert written["0.32"] == written["0.33"]
+    assert say("reshard", source, tmp_path / "whole", "--for", "vllm@0.33").out.count("read and not run") == 0
+
+
+def test_a_class_that_a_newer_vllm_has_is_new_in_its_profile():
+    newer, older = find_profile("vllm@0.33"), find_profile("vllm@0.32")
+    assert find_profile("vllm") is newer
+    assert "DoryForCausalLM" in newer.architectures - older.architectures
+    assert older.architectures - newer.architectures == {"MedusaModel"}
+    assert newer.quantization == older.quantization
+
+
 def test_for_vllm_to_vllm_writes_the_files_of_its_ranks(say, source, tmp_path):
     said = say("reshard", source, tmp_path / "out", "--for", "vllm@0.32", "--to", "vllm", "--tp", 2)
     assert said.code == 0

@@ -528,6 +528,7 @@ def test_a_kernel_that_is_not_known_widens_the_interval(say, tmp_path):
         ("vllm@0.19", "h100-80g", 1024, 8192, 0.9),
         ("vllm@0.32", "l40s", 256, 2048, 0.92),
         ("vllm@0.32", "b200", 1024, 16384, 0.92),
+        ("vllm@0.33", "h200", 1024, 8192, 0.92),
         ("vllm", "h200", 1024, 8192, 0.92),
     ],
 )

@@ -13,6 +13,7 @@ from known_models import LLAMA_3_8B, even, stock
 from shardctl.base.errors import UsageError
 from shardctl.estimate.model.layer_graph import build_layer_graph
 from shardctl.estimate.model.rank_shards import list_rank_shards
+from shardctl.estimate.serving.engine_budget import choose_batch_limits
 from shardctl.estimate.serving.kv_cache import list_cache_terms
 from shardctl.estimate.serving.paged_groups import CachedLayer, list_grouped_terms
 from shardctl.estimate.serving.rank_serving import find_longest_context, list_serving_terms
@@ -156,3 +157,22 @@ def test_graphs_are_inside_since_0_20():
         kept[version] = next(t for t in terms if t.name == "kept free by the engine").nbytes
     graphs = next(t for t in terms if t.name == "CUDA graphs").nbytes
     assert kept[0, 20] - kept[0, 19] == graphs
+
+
+def test_the_sampler_of_0_33_is_profiled_with_top_k_and_top_p():
+    """vLLM 0.33, v1/worker/gpu/model_runner.py, `_dummy_sampler_run`: 14 bytes of each logit, where 0.32 has 6."""
+    found = {}
+    for version in ((0, 32), (0, 33)):
+        work = ServingWorkload(8192, rows=256, budget=EngineBudget("vllm", 0.92, USABLE, version))
+        (sampler,) = (t for t in needs(Mesh.of(), work) if t.name == "sampler beyond the forward pass")
+        found[version] = sampler.inputs["each"]
+    assert found == {(0, 32): 1.5, (0, 33): 3.5}
+
+
+def test_a_gb10_has_the_defaults_of_smaller_devices_since_0_33():
+    """vLLM 0.33, engine/arg_utils.py, `get_batch_defaults`."""
+    limits = {
+        version: choose_batch_limits(EngineBudget("vllm", 0.92, 119 * GIB, version, 12.1))
+        for version in (None, (0, 32), (0, 33))
+    }
+    assert limits == {None: (256, 2048), (0, 32): (1024, 8192), (0, 33): (256, 2048)}

@@ -87,7 +87,7 @@ def test_consumers_that_reject_other_tensors_are_named(tmp_path):
     assert verify(source).ok
     ((severity, message),) = find(source)
     assert severity == "warning"
-    assert "vllm 0.32" in message
+    assert "vllm 0.33" in message
     assert "reject 1 tensor that the class does not have: v_head.weight" in message
     reshard(source, tmp_path / "hf", ReshardOptions(to="hf"))
     assert find(tmp_path / "hf") == []

@@ -4,7 +4,7 @@ Engines count differently what that part holds:
 
 - `vllm`: the part of all memory holds weights, the peak of a forward pass, the graphs (since 0.20) and the cache. The
   context and the communicators are there before it measures, and lie beside it, as does the allocator's slack (vLLM
-  0.32, v1/worker/gpu_worker.py, `init_device` and `determine_available_memory`; v1/worker/utils.py, `request_memory`);
+  0.33, v1/worker/gpu_worker.py, `init_device` and `determine_available_memory`; v1/worker/utils.py, `request_memory`);
 - `sglang`: the part of what is free beside the context and the communicators holds weights and the cache, and all else
   lies beside it (SGLang 0.5, model_executor/model_runner_kv_cache_mixin.py, `profile_max_num_token`). It asks the
   device what is free, where weights take whole blocks of torch's allocator; vLLM asks torch what is allocated.
@@ -29,7 +29,7 @@ _ALLOCATOR_BLOCK_BYTES: Final = 2 * MIB
 """Bytes whose multiples torch's allocator gives to tensors of 10 MiB and more."""
 _ENGINE_RESERVE_TERM: Final = "kept free by the engine"
 _BUDGET_SOURCES: Final = {
-    "vllm": "vLLM 0.32, v1/worker/utils.py, request_memory, and v1/worker/gpu_worker.py, determine_available_memory",
+    "vllm": "vLLM 0.33, v1/worker/utils.py, request_memory, and v1/worker/gpu_worker.py, determine_available_memory",
     "sglang": "SGLang 0.5, model_executor/model_runner_kv_cache_mixin.py, profile_max_num_token",
 }
 
@@ -38,11 +38,13 @@ _B200_BYTES: Final = 160 << 30
 """From so many bytes of device memory on, vLLM's defaults are larger."""
 _A100_COMPUTE_CAPABILITY: Final = 8.0
 """The compute capability of an A100, which has the defaults of smaller devices since 0.9 (vllm-project/vllm#17885)."""
+_GB10_COMPUTE_CAPABILITY: Final = 12.1
+"""The compute capability of a GB10 (DGX Spark), which has the defaults of smaller devices since 0.33."""
 
 
 @value_class
 class EngineRules:
-    """How one version of vLLM counts, read from its source (each minor version from 0.8 to 0.21, then 0.23 to 0.32)."""
+    """How one version of vLLM counts, read from its source (each minor version from 0.8 to 0.21, then 0.23 to 0.33)."""
 
     utilization: float
     """`gpu_memory_utilization` if nobody says (config/cache.py)."""
@@ -63,6 +65,10 @@ _UNSORTED_SAMPLER_TENTHS: Final = (35, 35, 60)
 _RUNNER_V2_SAMPLER_TENTHS: Final = (15, 15, 40)
 """Model Runner V2 profiles logits in 16 bits and in fp32, without top-k and top-p (v1/worker/gpu/model_runner.py,
 `_dummy_sampler_run`); in use, the fp32 logits are masked in place."""
+_WARMED_SAMPLER_TENTHS: Final = (15, 35, 60)
+"""Model Runner V2 since 0.33 profiles top-k, top-p and penalties, too: with FlashInfer, which is the default, logits in
+16 bits, a copy in fp32, masked logits and probabilities; Triton changes the copy in place (vLLM 0.33,
+v1/worker/gpu/model_runner.py, `_dummy_sampler_run`, and v1/worker/gpu/sample/sampler.py)."""
 _EITHER_RUNNER_SAMPLER_TENTHS: Final = (15, 35, 60)
 """Versions in which the class decides between both model runners."""
 _ANY_VERSION_SAMPLER_TENTHS: Final = (15, 35, 97)
@@ -73,7 +79,7 @@ _TRITON_SAMPLER_PROGRAMS: Final = 132
 def get_engine_rules(version: tuple[int, int] | None) -> EngineRules:
     """Return the rules of a version of vLLM, such as ``(0, 19)``.
 
-    None stands for a version that nobody said: it counts as 0.32 does, but for the sampler, which differs most.
+    None stands for a version that nobody said: it counts as 0.33 does, but for the sampler, which differs most.
 
     >>> get_engine_rules((0, 19)).graphs_inside, get_engine_rules((0, 20)).utilization
     (False, 0.92)
@@ -94,8 +100,10 @@ def get_engine_rules(version: tuple[int, int] | None) -> EngineRules:
         sampler = _SORTING_SAMPLER_TENTHS  # FlashInfer must be enabled
     elif version < (0, 23):
         sampler = _UNSORTED_SAMPLER_TENTHS
+    elif version < (0, 28):
+        sampler = _EITHER_RUNNER_SAMPLER_TENTHS
     else:
-        sampler = _EITHER_RUNNER_SAMPLER_TENTHS if version < (0, 28) else _RUNNER_V2_SAMPLER_TENTHS
+        sampler = _RUNNER_V2_SAMPLER_TENTHS if version < (0, 33) else _WARMED_SAMPLER_TENTHS
     return EngineRules(
         utilization=0.9 if version < (0, 20) else 0.92,
         graphs_inside=version >= (0, 20),
@@ -116,7 +124,10 @@ def choose_batch_limits(budget: EngineBudget) -> tuple[int, int]:
     a100 = budget.compute_capability == _A100_COMPUTE_CAPABILITY and (
         budget.version is None or budget.version >= (0, 9)
     )
-    return (256, 2048) if a100 or budget.usable < _H100_BYTES else (1024, 8192)
+    gb10 = budget.compute_capability == _GB10_COMPUTE_CAPABILITY and (
+        budget.version is None or budget.version >= (0, 33)
+    )
+    return (256, 2048) if a100 or gb10 or budget.usable < _H100_BYTES else (1024, 8192)
 
 
 _OUTSIDE_TORCH: Final = {False: (48 * MIB, 256 * MIB, 640 * MIB), True: (256 * MIB, 2144 * MIB, 2560 * MIB)}

@@ -1,7 +1,7 @@
 """Computes the cache of models whose layers differ as vLLM pages it: in groups of layers that share blocks.
 
 vLLM has one pool of blocks. It divides the layers into groups of one kind and one size each, pads the pages of smaller
-layers, and a request takes blocks for every group (vLLM 0.32, v1/core/kv_cache_utils.py,
+layers, and a request takes blocks for every group (vLLM 0.33, v1/core/kv_cache_planning.py,
 `_get_kv_cache_groups_uniform_page_size`; v1/kv_cache_interface.py).
 
 Of a window, one request takes at most the blocks of its window and of a whole forward pass, which is what vLLM's log
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _MAX_PADDING_RATIO: Final = Fraction(3, 2)
 """Kinds with less than so many times the layers of the rarest are padded to the most instead."""
-_LAYER_GROUPS_SOURCE: Final = "vLLM 0.32, v1/core/kv_cache_utils.py: groups of layers that share a pool of blocks"
+_LAYER_GROUPS_SOURCE: Final = "vLLM 0.33, v1/core/kv_cache_planning.py: groups of layers that share a pool of blocks"
 
 
 @value_class

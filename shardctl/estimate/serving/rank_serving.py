@@ -274,8 +274,8 @@ def _list_forward_terms(
             "forward": peak,
         },
         "vLLM, v1/sample/ops/topk_topp_sampler.py: 9.7 where top-p sorts (startup logs of 0.6 to 0.8), 3.5 with Triton "
-        "or FlashInfer, 1.5 with Model Runner V2; a rank of tp that samples has the logits of the whole vocabulary, "
-        "and B is max_num_seqs",
+        "or FlashInfer, 1.5 with Model Runner V2 to 0.32; a rank of tp that samples has the logits of the whole "
+        "vocabulary, and B is max_num_seqs",
         # Where sampling is greedy or tp's other ranks do not sample, it needs less.
         interval=(min(low, usual), high),
     )

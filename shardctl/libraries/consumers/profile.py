@@ -4,7 +4,7 @@ Each profile is a JSON file in this folder, which `docs/consumer_profiles.py` ge
 
 >>> profile = find_profile("vllm")
 >>> profile.label, "LlamaForCausalLM" in profile.architectures
-('vllm 0.32', True)
+('vllm 0.33', True)
 """
 
 from __future__ import annotations
@@ -59,13 +59,17 @@ class ConsumerProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Values of `model_type` that it has."""
     removed: dict[str, str] = {}
     """Classes that it no longer has, with the last version that had them."""
+    read_ranks: str = ""
+    """The compared version with the same arrays per rank, where this version was read and not run; empty elsewhere."""
 
     @property
     def rank_profile(self) -> str:
         """What `--vllm-profile` calls the files of ranks that it loads; empty where it loads none."""
         if not self.sharded:
             return ""
-        return self.consumer if self.consumer == "sglang" else _shorten_version(self.consumer, self.version)
+        if self.consumer == "sglang":
+            return self.consumer
+        return self.read_ranks or _shorten_version(self.consumer, self.version)
 
     @property
     def option(self) -> str:
@@ -106,6 +110,13 @@ def find_profile(text: str) -> ConsumerProfile:
             hint=f"use {', '.join(f'{name}@{one}' for one in known)}, whichever is nearest",
         )
     return _load_profile(f"{name}-{found}{_PROFILE_SUFFIX}")
+
+
+def has_profile(text: str) -> bool:
+    """Return whether ``NAME@VERSION`` is a version that a profile describes, such as ``vllm@0.32.1``."""
+    name, _, version = text.partition("@")
+    known = [one.partition("@")[2] for one in list_consumers() if one.partition("@")[0] == name]
+    return any(version == one or version.startswith(f"{one}.") for one in known)
 
 
 def list_rejecting_consumers() -> tuple[str, ...]:
