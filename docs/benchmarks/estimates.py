@@ -43,6 +43,9 @@ at afterwards. The runs of torchtitan showed that reserved memory of FSDP2 lacke
 streams and the hole that freed logits leave. The runs of transformers showed that autocast forgets the weights that it
 has cast at the end of the forward pass only, also of layers that are computed again, and those of fms-acceleration that
 nothing is in fp32 between the layers of a frozen base in 16 bits. SGLang's logs showed the blocks of weights.
+
+A row is *used* if somebody looked at it while a term of its plan was added or changed; the others are independent of
+that. *runtime of* is when the measured software was released or built, as far as the source says it.
 """
 OTHERS = """\
 Other tools on the same rows of allocated memory: SimuMax {simumax}. On rows of their own, LLMem publishes 1.6 % on one
@@ -110,6 +113,8 @@ class MeasuredPeak:
     """What other tools say of it, by their names."""
     missing: str
     """What is not known of the run, or what no option says; empty if the run is planned as it was."""
+    used: bool
+    """Whether somebody looked at the row while a term of its plan was added or changed."""
 
     @property
     def error(self) -> float:
@@ -167,7 +172,7 @@ def compare_rows(path: Path) -> list[MeasuredPeak]:
                         sizes = add_to_loss(sizes, said["timeline"]["moments"], row["loss"])
                     others = row.get("others", {}) if counter == "allocated" else {}
                     profile = said["purpose"]["workload"].get("profile", "serving")
-                    about = (profile, others, row.get("missing", ""))
+                    about = (profile, others, row.get("missing", ""), row.get("used", source["used"]))
                     found.append(MeasuredPeak(source["id"], row["name"], counter, row[counter], *sizes, *about))
     return found
 
@@ -228,6 +233,10 @@ def summarise(rows: list[MeasuredPeak]) -> list[str]:
     ]
 
 
+def count_used(rows: list[MeasuredPeak]) -> str:
+    return f"{sum(row.used for row in rows)} of {len(rows)}"
+
+
 def summarise_other(rows: list[MeasuredPeak], tool: str) -> str:
     errors = [abs(row.others[tool] / row.measured - 1) for row in rows if tool in row.others]
     return f"{sum(errors) / len(errors):.2%}, worst {max(errors):.1%} ({len(errors)} rows)" if errors else "-"
@@ -240,20 +249,25 @@ def format_table(rows: list[list[str]], right: int) -> list[str]:
     return ["| " + " | ".join(line) + " |" for line in (head, rule, *body)]
 
 
+def format_sources(group: list[MeasuredPeak], sources: list[dict[str, object]], head: list[str]) -> list[str]:
+    table = [[*head, "runtime of", "used for tuning"]]
+    for source in sources:
+        for counter in COUNTERS:
+            some = [row for row in group if (row.source, row.counter) == (source["id"], counter)]
+            if some:
+                table.append([source["id"], counter, *summarise(some), source["runtime"], count_used(some)])
+    for name, used in (("used for tuning", {True}), ("not used for tuning", {False}), ("all", {True, False})):
+        some = [row for row in group if row.used in used]
+        if some:
+            table.append([name, "", *summarise(some), "", count_used(some)])
+    return format_table(table, 2)
+
+
 def format_page(rows: list[MeasuredPeak]) -> str:
     sources = json.loads(ROWS.read_text())
     known = [row for row in rows if not row.missing]
     head = ["source", "counter", "rows", "MAPE", "median", "bias", "worst", "inside the interval", "mean width"]
-    tables = []
-    for group in (known, [row for row in rows if row.missing]):
-        table = [head]
-        for source in sources:
-            for counter in COUNTERS:
-                some = [row for row in group if (row.source, row.counter) == (source["id"], counter)]
-                if some:
-                    table.append([source["id"], counter, *summarise(some)])
-        table.append(["all", "", *summarise(group)])
-        tables.append(format_table(table, 2))
+    tables = [format_sources(group, sources, head) for group in (known, [row for row in rows if row.missing])]
     profiles = [["profile", "counter", *head[2:]]]
     for profile, counter in sorted({(row.profile, row.counter) for row in known}):
         some = [row for row in known if (row.profile, row.counter) == (profile, counter)]
@@ -273,10 +287,7 @@ def format_page(rows: list[MeasuredPeak]) -> str:
         "## Sources",
         "",
     ]
-    lines += [
-        f"- **{one['id']}**: {one['who']}. {one['source']}. {one['versions']}. Options: `{one['options']}`."
-        for one in sources
-    ]
+    lines += map(format_source, sources)
     for source in sources:
         lines += ["", f"## {source['id']}", ""]
         table = [
@@ -287,7 +298,9 @@ def format_page(rows: list[MeasuredPeak]) -> str:
                 "ours",
                 "error",
                 "interval",
+                "width",
                 "inside",
+                "used",
                 "other tools",
                 "not known or not said",
             ]
@@ -301,7 +314,9 @@ def format_page(rows: list[MeasuredPeak]) -> str:
             interval = f"{row.low:.1f} to {row.high:.1f}"
             inside = "yes" if row.inside else "**no**"
             sizes = [f"{row.measured:.2f}", f"{row.ours:.2f}", f"{row.error:+.2%}"]
-            table.append([row.name, row.counter, *sizes, interval, inside, others, row.missing])
+            used = "yes" if row.used else "no"
+            measured = [row.name, row.counter, *sizes, interval, f"{row.width:.0%}", inside, used]
+            table.append([*measured, others, row.missing])
         lines += format_table(table, len(table[0]))
     return "\n".join(lines) + "\n"
 
@@ -321,19 +336,22 @@ What public runs showed to be wrong, with the estimate before it was mended and 
 """
 
 
+def format_source(one: dict[str, object]) -> str:
+    about = f"{one['who']}. {one['source']}. {one['versions']}"
+    return f"- **{one['id']}**: {about} (runtime of {one['runtime']}). Options: `{one['options']}`."
+
+
 def format_held_out() -> list[str]:
     rows = compare_rows(HELD_OUT)
     known = [row for row in rows if not row.missing]
-    head = ["run", "measured", "ours", "error", "interval", "width", "inside", "not known"]
+    head = ["run", "measured", "ours", "error", "interval", "width", "inside", "used", "not known"]
     table = [head]
     for row in rows:
         sizes = [f"{row.measured:.2f}", f"{row.ours:.2f}", f"{row.error:+.2%}", f"{row.low:.1f} to {row.high:.1f}"]
-        table.append([row.name, *sizes, f"{row.width:.0%}", "yes" if row.inside else "**no**", row.missing])
+        marks = ["yes" if row.inside else "**no**", "yes" if row.used else "no"]
+        table.append([row.name, *sizes, f"{row.width:.0%}", *marks, row.missing])
     total = ["rows", "MAPE", "median", "bias", "worst", "inside the interval", "mean width"]
-    sources = [
-        f"- **{one['id']}**: {one['who']}. {one['source']}. {one['versions']}. Options: `{one['options']}`."
-        for one in json.loads(HELD_OUT.read_text())
-    ]
+    sources = map(format_source, json.loads(HELD_OUT.read_text()))
     return [
         HELD_OUT_TEXT,
         *format_table([total, summarise(known)], 0),
