@@ -1,8 +1,8 @@
 """Measures how good the time left is that `verify` and a resumed `reshard` say.
 
 Writes a checkpoint of `--gb` gigabytes below `--folder`, runs the program, and notes when each line of progress came
-and what it promised. Prints the first promise at or after five seconds, or the last one if all was over before, and how
-far the end that it promised was from the end that came.
+and what it promised. Prints, for each phase, the first promise at or after five seconds of it, or its last one if the
+phase was over before, and how far the end that it promised was from the end that came.
 """
 
 from __future__ import annotations
@@ -73,14 +73,24 @@ def run_program(args: list[str], *, stop_at: int | None = None) -> tuple[float, 
 
 
 def report(what: str, seconds: float, lines: list[tuple[float, str]]) -> None:
-    """Print the row of a run."""
+    """Print the row of a run, or one for each of its two phases if it first checked what an earlier run had written."""
+    checked = [(at, line) for at, line in lines if ": re-checking, " in line]
+    moved = [(at, line) for at, line in lines if SHARE.search(line) and (at, line) not in checked]
+    turned = moved[0][0] if moved and checked else 0.0
+    if checked:
+        report_phase(f"{what}: re-checking", 0.0, turned, checked)
+    report_phase(what, turned, seconds, moved)
+
+
+def report_phase(what: str, began: float, ended: float, lines: list[tuple[float, str]]) -> None:
+    """Print the row of a phase."""
     promises = [(at, left, line) for at, line in lines if (left := read_seconds(line)) is not None]
     if not promises:
-        print(f"| {what} | {seconds:.1f} s | no line said what was left | | |")
+        print(f"| {what} | {ended - began:.1f} s | no line said what was left | | | |")
         return
-    at, left, line = next((each for each in promises if each[0] >= 5), promises[-1])
-    came = seconds - at
-    print(f"| {what} | {seconds:.1f} s | {at:.1f} s | {left:.1f} s | {came:.1f} s | {left / came:.2f} |")
+    at, left, line = next((each for each in promises if each[0] >= began + 5), promises[-1])
+    came = ended - at
+    print(f"| {what} | {ended - began:.1f} s | {at - began:.1f} s | {left:.1f} s | {came:.1f} s | {left / came:.2f} |")
     print(line, file=sys.stderr)
 
 
@@ -94,7 +104,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="progress-", dir=given.folder))
     try:
         source = str(write_checkpoint(folder / "source", given.gb))
-        print("| run | took | first promise at or after 5 s | promised | came | promised / came |")
+        print("| phase | took | first promise at or after 5 s | promised | came | promised / came |")
         print("|---|---|---|---|---|---|")
         report("`verify --level full`", *run_program(["verify", source, "--level", "full", "--threads", given.threads]))
         convert = ["reshard", source, str(folder / "out"), "--dtype", "fp32", "--threads", given.threads]
