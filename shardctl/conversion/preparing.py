@@ -76,7 +76,8 @@ def open_conversion(
             hint="write to another directory",
         )
     if wanted.consumer is not None:
-        path, options = locate_run(path, options or SourceOptions())
+        found, options = locate_run(path, options or SourceOptions())
+        path = path if wanted.ema is not None else found  # which reads all checkpoints of the run
         adapter, (path, wanted, options) = path, merge_lone_adapter(path, wanted, options)
         if path != adapter:
             said += warn_of_merge(adapter, path)

@@ -175,6 +175,8 @@ def test_an_ema_follows_the_steps_of_a_run(tmp_path):
     assert json.loads((tmp_path / "out/tokenizer.json").read_text()) == {"made by": 1100}
     assert "81/100 * checkpoint-90" in done.record.options["average"]
     assert verify(tmp_path / "out", VerifyOptions(level="full", against=tmp_path / "run", ema="0.9")).ok
+    served = reshard(tmp_path / "run", tmp_path / "served", ReshardOptions(consumer="transformers", ema="0.9"))
+    assert served.record.digest == done.record.digest
 
 
 def test_a_difference_is_added(tmp_path):
