@@ -158,7 +158,6 @@ def write_delta(
         SourceError: the base is not a directory of Hugging Face safetensors.
         UsageError: the name of the destination contradicts the version that the base says it has.
     """
-    import_library("zstandard")
     version, base_version = _choose_versions(base.source, destination)
     arrays = list_stored_arrays(base.source)
     groups, warnings = _group_arrays(base, arrays, changed)
@@ -189,6 +188,14 @@ def write_delta(
     return WrittenDelta(
         str(destination), version, base_version, count, len(arrays), nbytes, base_digest, digest, tuple(warnings)
     )
+
+
+def require_base(base: Source, destination: Path) -> None:
+    """Raise what `write_delta` would raise of its base, before the checkpoints are compared."""
+    import_library("zstandard")
+    begin_checksum(_CHECKSUM)
+    list_stored_arrays(base)
+    _choose_versions(base, destination)
 
 
 def _choose_versions(base: Source, destination: Path) -> tuple[int, int]:

@@ -122,6 +122,8 @@ def open_input(
         from shardctl.checkpoint.averaging import combine_checkpoints, parse_combination
 
         combination = parse_combination(path, reshard_options)
+        if reshard_options.optimizer_states == "keep":
+            raise UsageError("--optimizer-states keep is given, and a sum has no optimizer states", hint="leave it out")
     selection = NameSelection.parse(reshard_options.include, reshard_options.exclude)
     opening = partial(open_checkpoint, combination.first if combination else path, count=count, selection=selection)
     checkpoint = stack.enter_context(opening(source_options))

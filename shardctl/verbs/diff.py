@@ -160,7 +160,7 @@ def diff(
     if source_options_b is not None and source_options_b is source_options_a:
         source_options_b = replace(source_options_b, apply=())  # the deltas are those of the first
     if write is None:
-        return _compare(a, b, source_options_a, source_options_b, effort, None)
+        return _compare(a, b, source_options_a, source_options_b, effort)
     from shardctl.conversion.delta_writing import publish_delta, stage_delta
 
     destination = _check_delta_destination(write, a, b)
@@ -169,7 +169,7 @@ def diff(
     with stage_delta(destination) as staging:
         found = _compare(a, b, source_options_a, source_options_b, effort, (destination, staging))
         patched = replace(source_options_a, apply=(*source_options_a.apply, str(staging)))
-        checked = _compare(a, b, patched, source_options_b, effort, None)
+        checked = _compare(a, b, patched, source_options_b, effort, weights_only=True)
         if checked.changes:
             wrong = format_first_few([change.tensor for change in checked.changes])
             raise Mismatch(f"{a} with the delta is not {b}: {wrong} differ")
@@ -220,7 +220,9 @@ def _compare(
     source_options_a: SourceOptions | None,
     source_options_b: SourceOptions | None,
     effort: ExecutionOptions,
-    delta: tuple[Path, Path] | None,
+    delta: tuple[Path, Path] | None = None,
+    *,
+    weights_only: bool = False,
 ) -> DiffResult:
     """Compare two checkpoints, and write a delta for a destination into a staging directory, if they are given."""
     with (
@@ -228,12 +230,15 @@ def _compare(
         open_checkpoint(b, source_options_b) as right,
         stop_on_signals(effort.stop),
     ):
+        if delta is not None:
+            from shardctl.conversion.delta_writing import require_base, write_delta
+
+            require_base(left.source, delta[0])
         left.source.set_stop_request(effort.stop)
         right.source.set_stop_request(effort.stop)
         companions = compare_companions(left, right)
         first, second = _decode_beside(left, right, effort), _decode_beside(right, left, effort)
-        weights_only = delta is not None or bool(source_options_a and source_options_a.apply)
-        states = PairedStates() if weights_only else pair_states(first, second)
+        states = PairedStates() if weights_only or delta is not None else pair_states(first, second)
         ours = {**add_extra_tensors(first.manifest).tensors, **states.ours}
         theirs = {**add_extra_tensors(second.manifest).tensors, **states.theirs}
         require_agreement(list(ours.values()), first.source, effort, first.find_spec)
@@ -274,8 +279,6 @@ def _compare(
         changes += [change for change in values if change is not None]
         written = None
         if delta is not None:
-            from shardctl.conversion.delta_writing import write_delta
-
             written = write_delta(left, right, {change.tensor for change in changes}, *delta, effort)
         return DiffResult(
             str(a),

@@ -309,6 +309,7 @@ def test_a_run_of_two_series_or_in_a_bucket_is_refused(tmp_path):
         ({"average_with": ("b",), "ema": "0.5"}, "--average-with and --ema"),
         ({"ema": "1.5"}, "1.5 is not between 0 and 1"),
         ({"ema": "1e400"}, "1e400 is not a number"),
+        ({"average_with": ("b",), "optimizer_states": "keep"}, "a sum has no optimizer states"),
         ({"add_difference": ("b", "c"), "scale": "1e999999999"}, "1e999999999 is not a number"),
     ],
 )

@@ -10,6 +10,7 @@ import blake3
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import xxhash
 import zstandard
 from safetensors import safe_open
@@ -426,7 +427,8 @@ def test_a_written_delta_gives_the_new_bytes_to_every_receiver(tmp_path, kind, c
     """bf16, fp32 and fp8; the new checkpoint in the layout of the base, in DCP and in ranks."""
     base = make_base(tmp_path / "base", kind)
     new = train(base, tmp_path / "new")
-    layouts = {"hf": None} if kind == "fp8" else {"hf": None, "dcp": {"to": "dcp"}, "tp2": {"mesh": Mesh.of(tp=2)}}
+    others = {"dcp": {"to": "dcp"}, "tp2": {"mesh": Mesh.of(tp=2)}}
+    layouts = {"hf": None, **(others if kind == "sharded" else {})}
     for number, (name, layout) in enumerate(layouts.items(), 1):
         other = new
         if layout is not None:
@@ -573,3 +575,16 @@ def test_a_delta_that_was_written_wrongly_is_not_published(tmp_path, monkeypatch
     assert list_left(deltas) == []
     assert diff(base, new, write=deltas / "x").delta.arrays
     assert list_left(deltas) == ["x"]
+
+
+def test_optimizer_states_of_the_new_checkpoint_are_passed_over(tmp_path):
+    base = make_base(tmp_path / "base")
+    new = train(base, tmp_path / "new")
+    with safe_open(new / "model.safetensors", "pt") as opened:
+        weights = {each: opened.get_tensor(each) for each in opened.keys()}  # noqa: SIM118
+    states = {name: {"exp_avg": value.float(), "step": torch.tensor(1.0)} for name, value in weights.items()}
+    dcp.save({"model": weights, "optimizer": {"state": states}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    options = SourceOptions(config=base / "config.json")
+    diff(base, tmp_path / "dcp", source_options_b=options, write=tmp_path / "weight_v000001")
+    applied = SourceOptions(apply=(str(tmp_path / "weight_v000001"),))
+    assert digest(base, source_options=applied).digest == digest(new).digest
