@@ -1,6 +1,7 @@
 import io
 import json
 import time
+from pathlib import Path
 
 from rich.console import Console
 
@@ -208,6 +209,8 @@ def test_the_bar_fits_one_line_and_keeps_the_time_left():
     assert lines[60] == f"{phase}  {'━' * 15}  24 %  {left}  {rate}"
     assert lines[80] == f"{phase}  {bar}  24 %  {left}  {rate}  1/1,204 files"
     assert lines[120] == f"{phase}  {bar}  24 %  {left}  {rate}  700.9 GB of 2.9 TB  1/1,204 files  {place}"
+    page = (Path(__file__).parents[2] / "docs/benchmarks/progress.md").read_text(encoding="utf-8")
+    assert all(f"\n{line}\n" in page for line in lines.values())
     shown = Console(width=60, file=io.StringIO(), color_system=None)
     shown.print(meter.render_bar(60, 0))
     assert shown.file.getvalue().count("\n") == 1
