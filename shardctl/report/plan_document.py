@@ -303,6 +303,7 @@ def _build_cost(cost: MeshCost) -> Document:
         "device_seconds_per_token": cost.score,
         "tokens_per_second": cost.rate,
         "model_flops_utilization": cost.utilization,
+        "first_token_seconds": cost.first_token_seconds,
         "shares": [
             {"name": s.name, "seconds": s.seconds, "moved_bytes": s.nbytes, "formula": s.formula} for s in cost.shares
         ],

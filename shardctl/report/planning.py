@@ -16,7 +16,7 @@ from shardctl.planning.forecast import BUSY
 from shardctl.planning.plan_result import PlanAnswer, format_amount
 from shardctl.report.grid import render_line, render_table
 from shardctl.report.memory_bars import render_bars, render_kinds, render_mesh_picture, render_terms
-from shardctl.report.search_table import format_cost, format_run, render_ranking
+from shardctl.report.search_table import format_cost, format_first_token, format_run, render_ranking
 from shardctl.report.step_moments import render_moments
 from shardctl.report.strategies import render_advice, render_calibration, render_comparison
 
@@ -99,6 +99,8 @@ def _render_needs(planned: PlanResult, detail: Detail, columns: int | None) -> l
         parts.append(render_line(format_counters(seen.estimate.binding)))
     if seen.cost is not None:
         parts.append(render_line(format_cost(seen.cost, training=isinstance(seen.work, TrainingWorkload))))
+        first = "" if isinstance(seen.work, TrainingWorkload) else format_first_token(seen.cost, seen.work.context)
+        parts += [render_line(first)] if first else []
     if text := format_run(seen):
         parts.append(render_line(text))
     parts += [render_line(text) for text in list_offload_lines(seen)]

@@ -100,6 +100,13 @@ def format_cost(cost: MeshCost, *, training: bool) -> str:
     return f"time: {format_time(cost.seconds)} for {what}, {of}: {_format_shares(cost)}"
 
 
+def format_first_token(cost: MeshCost, context: int) -> str:
+    """Format the time until the first token of a prompt of `context` tokens; empty if it is not known."""
+    if cost.first_token_seconds is None:
+        return ""
+    return f"first token: {format_time(cost.first_token_seconds)} after a prompt of {context:,} tokens (modelled)"
+
+
 def format_run(seen: WorkloadEstimate) -> str:
     """Format the days and the price of a whole run, or of a million tokens; empty if neither was asked for."""
     found = []

@@ -240,3 +240,19 @@ def test_the_shares_are_all_of_it():
     assert {"compute", "bubble", "update", "tokens to experts and back"} <= {share.name for share in found.shares}
     assert len({share.name for share in found.shares}) == len(found.shares)
     assert found.score == pytest.approx(found.seconds * 16 / (8 * 4 * 4096))
+
+
+def test_the_first_token_comes_when_the_prompt_has_gone_through_all_layers():
+    """Of Llama-3-8B, 2 P operations a token and 4 L h s / 2 for scores and values; chunks hide their weights."""
+    tokens, layers, hidden, vocabulary = 16384, 32, 4096, 128256
+    weights = 8.03e9 - vocabulary * hidden  # the embedding is looked up
+    wanted = (2 * weights * tokens + 4 * layers * hidden * tokens**2 / 2) / H100.flops_bf16
+    exact = DevicePace(1, 1, 1, 0, 0)
+    one = cost(LLAMA_3_8B, stock(LLAMA_3_8B), "tp=1", ServingWorkload(tokens), pace=exact)
+    assert one.first_token_seconds == pytest.approx(wanted, rel=0.01)
+    four = cost(LLAMA_3_8B, stock(LLAMA_3_8B), "tp=4", ServingWorkload(tokens), pace=exact)
+    assert wanted / 4 < four.first_token_seconds < wanted / 2  # what tensor parallelism sends is not hidden
+    small = cost(LLAMA_3_8B, stock(LLAMA_3_8B), "tp=1", ServingWorkload(tokens, batched_tokens=16), pace=exact)
+    assert small.first_token_seconds == pytest.approx(1024 * 16.06e9 / H100.memory_bandwidth, rel=0.01)
+    training = cost(LLAMA_3_8B, stock(LLAMA_3_8B), "tp=1", TrainingWorkload(tokens))
+    assert training.first_token_seconds is None

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+<<<<<<< HEAD
 from math import comb
+=======
+from math import ceil
+>>>>>>> 5a720937 (plan: give the time to the first token in serving)
 from typing import TYPE_CHECKING, Final
 
 from shardctl.base.dtype import BY_NAME
@@ -96,6 +100,9 @@ class MeshCost:
     """Operations that the step needs on all devices, without those of recomputation; 0 in serving."""
     peak: float = 0.0
     """Dense operations per second of one device, as marketed."""
+    first_token_seconds: float | None = None
+    """Until the first token of a prompt as long as the context, without other requests; None in training, and for
+    models whose prompt goes through an encoder."""
 
     @property
     def seconds(self) -> float:
@@ -155,6 +162,7 @@ def price_mesh(
         work.batch * mesh.degree("dp") * mesh.degree("fsdp"),
         mesh.world,
         runs.name,
+        first_token_seconds=pacer.compute_first_token_time(ranks, work),
     )
 
 
@@ -300,6 +308,28 @@ class _StagePacer:
             TimeShare("compute", compute, "what operations take beyond reading the weights"),
         ]
         return _merge_shares([*shares, *(self.timed(t) for t in sent)])
+
+    def compute_first_token_time(self, ranks: Sequence[RankEstimate], work: ServingWorkload) -> float | None:
+        """Compute the seconds in which a prompt of `context` tokens goes through all stages in turn.
+
+        Its chunks of `batched_tokens` each read all weights, which hides behind the operations or takes longer.
+        """
+        if any(layer.encoder for layer in self.anatomy.layers):
+            return None
+        chunks = ceil(work.context / work.batched_tokens)
+        tokens = work.context / self.mesh.degree("cp")
+        seconds = 0.0
+        for rank in ranks:
+            layers = self.anatomy.layers[rank.holding.layers.start : rank.holding.layers.stop]
+            operations = count_matrix_operations(self.anatomy, rank.holding, self.mesh, tokens)
+            operations += count_attention_operations(layers, self.mesh, tokens, work.context, masked=True)
+            busy = operations / (self.device.flops_bf16 * self.pace.operations)
+            weights = sum(part.gathered_bytes for part in rank.holding.parts)
+            seconds += max(busy, chunks * weights / (self.device.memory_bandwidth * self.pace.memory))
+            chunk = ceil(work.context / chunks)
+            sent = list_traffic(self.anatomy, rank.holding, self.mesh, work, dtype=self.dtype, tokens=chunk)
+            seconds += chunks * sum(self.seconds(one) for one in sent)
+        return seconds
 
     def far(self, one: RankTraffic) -> bool:
         """Return whether it leaves the node."""
