@@ -7,11 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-<<<<<<< HEAD
-from math import comb
-=======
-from math import ceil
->>>>>>> 5a720937 (plan: give the time to the first token in serving)
+from math import ceil, comb
 from typing import TYPE_CHECKING, Final
 
 from shardctl.base.dtype import BY_NAME
