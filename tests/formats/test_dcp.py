@@ -20,6 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from dcp_builder import Runs, changed
 from stored_bytes import check, scan
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from shardctl.base.dtype import BY_NAME
 from shardctl.base.errors import CoverageError, HostileError, SourceError, UnsupportedError
@@ -29,7 +30,7 @@ from shardctl.libraries.dcp.items import ItemReader
 from shardctl.libraries.dcp.metadata import StoredItem
 from shardctl.libraries.dcp.save import _check_disjoint
 from shardctl.libraries.torch_save.item_writer import encode_tensor
-from shardctl.options import SourceOptions
+from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.storage.local import LocalSource
 from shardctl.tensors.box import Box
 from shardctl.tensors.manifest import Region
@@ -354,6 +355,20 @@ def test_the_classes_of_torch_2_1_are_known(tmp_path):
     manifest = scan(place)
     check(place, manifest.tensors, whole("fsdp2")["weights"])
     assert manifest.training.writer == "torch.distributed.checkpoint"
+
+
+def test_a_save_of_torch_2_15_is_read_and_written_for_older_versions(tmp_path, monkeypatch):
+    """TensorProperties has a sixth value since 2.15, the strides, with which older versions end in a ValueError."""
+    former = TensorProperties.__getstate__
+    wanted = {"a": torch.arange(8.0).reshape(2, 4), "b": torch.ones(3).bfloat16()}
+    with monkeypatch.context() as patched:
+        patched.setattr(TensorProperties, "__getstate__", lambda self: (*former(self)[:5], (4, 1)))
+        dcp.save(wanted, checkpoint_id=tmp_path / "new", no_dist=True)
+    check(tmp_path / "new", scan(tmp_path / "new").tensors, wanted)
+    reshard(tmp_path / "new", tmp_path / "old", ReshardOptions(to="dcp"))
+    found = {f"model.{name}": torch.empty_like(tensor) for name, tensor in wanted.items()}
+    dcp.load(found, checkpoint_id=tmp_path / "old", no_dist=True)
+    assert all(torch.equal(found[f"model.{name}"], tensor) for name, tensor in wanted.items())
 
 
 @pytest.mark.parametrize("protocol", range(2, 6))  # before, classes without a __reduce__ could not be built like this
