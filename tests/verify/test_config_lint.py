@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
 from shardctl.base.errors import SourceError
 from shardctl.models import describe_model
 from shardctl.models.tables.predicting import list_predicting_names
-from shardctl.options import VerifyOptions
+from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.storage.bounded_text import CONFIG_TEXT
 from shardctl.verbs.inspect import inspect
+from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
 QUANTIZED = (
@@ -183,3 +185,12 @@ class TestTies:
         with pytest.raises(SourceError, match=r"lacks 1 tensor .*lm_head") as caught:
             inspect(write(tmp_path / "untied", config, state))
         assert "tie_word_embeddings should be true" in caught.value.hint
+        assert "--config PATH" in caught.value.hint
+        tied = tmp_path / "tied.json"
+        tied.write_text(json.dumps(config | {"tie_word_embeddings": True}))
+        reshard(
+            tmp_path / "untied", tmp_path / "out", ReshardOptions(to="hf"), source_options=SourceOptions(config=tied)
+        )
+        loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+        assert not info["missing_keys"]
+        assert loaded.lm_head.weight is loaded.model.embed_tokens.weight

@@ -271,7 +271,10 @@ def list_missing_warnings(model: Model, found: Collection[str], stored: Collecti
     if required:
         hint = "a shard may be missing, or config.json may belong to another model"
         if len(required) == 1 and model.tensors[required[0]].row.tie:
-            hint = "a shard may be missing; or the embedding is also the head, and tie_word_embeddings should be true"
+            hint = (
+                "a shard may be missing; or the embedding is also the head, and tie_word_embeddings should be true: "
+                "give a config that says so with --config PATH"
+            )
         if heads and set(required) == heads:
             hint += "; or architectures should name the base model's class"
         raise MissingTensorsError(
