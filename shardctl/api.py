@@ -1263,7 +1263,7 @@ def diff(
             source_options_a=source_options_a or both,
             source_options_b=source_options_b or both,
             effort=work,
-            write=check_argument("write", str | None, write),
+            write=check_path("write", write) if write is not None else None,
         )
     return replace(found, show_all=check_argument("all", bool, all))
 

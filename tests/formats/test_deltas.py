@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import save_file
 
+import shardctl
 from shardctl.base.errors import DestinationError, ShardctlError, SourceError, UnsupportedError, UsageError
 from shardctl.cli.program import run as run_program
 from shardctl.models import describe_model
@@ -585,6 +586,6 @@ def test_optimizer_states_of_the_new_checkpoint_are_passed_over(tmp_path):
     states = {name: {"exp_avg": value.float(), "step": torch.tensor(1.0)} for name, value in weights.items()}
     dcp.save({"model": weights, "optimizer": {"state": states}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     options = SourceOptions(config=base / "config.json")
-    diff(base, tmp_path / "dcp", source_options_b=options, write=tmp_path / "weight_v000001")
+    shardctl.diff(base, tmp_path / "dcp", source_options_b=options, write=tmp_path / "weight_v000001")
     applied = SourceOptions(apply=(str(tmp_path / "weight_v000001"),))
     assert digest(base, source_options=applied).digest == digest(new).digest
