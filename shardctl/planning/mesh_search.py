@@ -357,8 +357,12 @@ class SettingsChooser:
         """Return device-seconds per token of the first stage with the settings that take least time."""
         groups = self._list_groups(mesh, stages)
         first = self.explorer.heaviest.hold(mesh, stages, most=1)[0]
-        times = [self._time((*group, *levels[0]), mesh, stages, first) for group, levels in groups[-1:]]
-        return next((one for one in times if one is not None), inf)
+        # Of each ZeRO stage the group with most chunks and the overlap comes last.
+        fastest = {
+            tuple(one.options for one in group if "--zero" in one.options): (group, levels) for group, levels in groups
+        }
+        times = [self._time((*group, *levels[0]), mesh, stages, first) for group, levels in fastest.values()]
+        return min((one for one in times if one is not None), default=inf)
 
     def _glance(self, explorer: MeshExplorer, mesh: Mesh, stages: tuple[int, ...]) -> tuple[MeshEstimate, ...] | None:
         """Return what the stages of a mesh need; None if one does not fit."""
