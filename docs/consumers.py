@@ -1,9 +1,9 @@
 """Writes `docs/consumers.md`: runs of trainers, converted with `--for` each consumer, loaded there and computed.
 
 Run by hand, from the root: ``DS_ACCELERATOR=cpu python -m docs.consumers TRANSFORMERS4_PYTHON VLLM_PYTHON [RUN ...]``.
-This Python has deepspeed 0.19.8 and lightning 2.6.6 too; TRANSFORMERS4_PYTHON has transformers 4.57,
-compressed-tensors and pydantic; VLLM_PYTHON has vLLM for the CPU, and for LLaVA torchvision, whose build for CUDA loads
-once the operators `nms` and `qnms` are declared (`torch.library`). Answers are kept in `docs/consumers.json`.
+This Python has deepspeed 0.19.8, lightning 2.6.6 and megatron-core 0.16.1 too; TRANSFORMERS4_PYTHON has transformers
+4.57, compressed-tensors and pydantic; VLLM_PYTHON has vLLM for the CPU, and for LLaVA torchvision, whose build for CUDA
+loads once the operators `nms` and `qnms` are declared (`torch.library`). Answers are kept in `docs/consumers.json`.
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ TRAINERS = {
     "verl": "verl, `model_world_size_2_rank_*.pt`",
     "slime": "slime, `iter_0000010/`",
     "nemo-rl": "NeMo-RL, `step_10/policy/`",
+    "megatron": "Megatron-Core, `iter_0000010/` (`torch_dist`)",
     "adapter": "PEFT, a LoRA that is merged",
 }
 """The folder of each run, and what the page calls it."""
@@ -176,6 +177,18 @@ def convert(source: Path, target: Path, consumer: str, config: Path, more: tuple
     return shardctl(*words, "--for", consumer, *known, "--complete-from", config, *more)
 
 
+def write_all(kind: str, original: Path, runs: Path, older: str, trainers: tuple[str, ...]) -> tuple[str, ...]:
+    """Write what the runs of these trainers leave; returns those that have such a model."""
+    runs.mkdir(exist_ok=True)
+    if {*trainers} - {"megatron"}:
+        trainer_runs.write_runs(original, runs, older)
+    if kind == "llava":  # which megatron-core's GPT model is not
+        return tuple(trainer for trainer in trainers if trainer != "megatron")
+    if "megatron" in trainers:
+        trainer_runs.spawn(trainer_runs.write_megatron, original, runs / "megatron")
+    return trainers
+
+
 def ask_all(
     model: str, folder: Path, consumers: Consumers, kept: dict[str, Any], older: str, trainers: tuple[str, ...]
 ) -> None:
@@ -183,7 +196,7 @@ def ask_all(
     kind, settings, more = MODELS[model]
     original, runs = folder / "original", folder / "runs"
     make(kind, settings, original)
-    trainer_runs.write_runs(original, runs, older)
+    trainers = write_all(kind, original, runs, older, trainers)
     (runs / "transformers-5.24").symlink_to(original)
     trainer_runs.write_adapter(original, runs / "adapter").save_pretrained(folder / "merged")
     wanted, allowed, dtype = {}, BOUND, "bf16" if more else "fp32"  # vLLM's kernel for int4 is for bf16 alone
@@ -234,8 +247,9 @@ compared with transformers on the quantized original, and may be four times as f
 *Should load* is an answer from headers: the consumer was not run.
 
 `python -m docs.consumers` made this page; its head says what it needs. DeepSpeed 0.19.8, Lightning 2.6.6, PEFT 0.21.2,
-transformers and torch 2.13 saved their files themselves. For Composer, verl, slime, NeMo-RL and Accelerate, torch saved
-the tensors under the names and in the folders that these trainers use. LLaVA was asked about texts alone.
+megatron-core 0.16.1, transformers and torch 2.13 saved their files themselves. For Composer, verl, slime, NeMo-RL and
+Accelerate, torch saved the tensors under the names and in the folders that these trainers use. LLaVA was asked about
+texts alone, and is no model of megatron-core.
 
 """
 
@@ -253,12 +267,14 @@ def build_page(kept: dict[str, Any]) -> str:
         )
         page += " | " + " | ".join(FROM_HEADERS) + " |\n|" + "---|" * (1 + len(RUN_BY) + len(FROM_HEADERS)) + "\n"
         for trainer, title in TRAINERS.items():
-            cells = kept["cells"][model][trainer]
+            cells = kept["cells"][model].get(trainer)
+            if cells is None:
+                continue
             page += f"| {title} | " + " | ".join(describe(cells[name]) for name in (*RUN_BY, *FROM_HEADERS)) + " |\n"
         why = {
             f"- {title}, {name}: {cell['why']}\n": None
             for trainer, title in TRAINERS.items()
-            for name, cell in kept["cells"][model][trainer].items()
+            for name, cell in kept["cells"][model].get(trainer, {}).items()
             if "why" in cell
         }
         page += "\n" + "".join(why) + ("\n" if why else "")

@@ -1,8 +1,8 @@
 """Writes small runs as trainers leave them, for `docs/consumers.py`, which says how it is run.
 
 Each writer gets a model of transformers and an empty folder. What a library saves is saved by that library: DeepSpeed,
-Lightning, PEFT, transformers, and torch (FSDP2 on two ranks over gloo). Composer, verl, slime, NeMo-RL and Accelerate
-save what torch made under names and in folders of their own, which are repeated here.
+Lightning, PEFT, transformers, megatron-core, and torch (FSDP2 on two ranks over gloo). Composer, verl, slime, NeMo-RL
+and Accelerate save what torch made under names and in folders of their own, which are repeated here.
 """
 
 from __future__ import annotations
@@ -122,6 +122,31 @@ def write_lightning(original: Path, folder: Path) -> None:
     )
     trainer.fit(Tuned(), [torch.zeros(1, 4, dtype=torch.long)])
     trainer.save_checkpoint(folder / "last.ckpt")
+
+
+def write_megatron(rank: int, port: int, original: Path, folder: Path) -> None:
+    """Save what megatron-core holds on two tensor-parallel ranks as Megatron-LM does, in the format `torch_dist`."""
+    import transformers
+    from megatron.core import __version__ as version
+    from safetensors.torch import load_file
+
+    from fixtures.torch_dist import make
+
+    enter(rank, port)
+    make.no_cuda()
+    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+    config = transformers.AutoConfig.from_pretrained(original)
+    config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    case = {"tp": RANKS, "pp": 1, "ep": RANKS if hasattr(config, "num_local_experts") else 1}
+    padded = -(-config.vocab_size // (make.DIVISIBLE * RANKS)) * make.DIVISIBLE * RANKS
+    with torch.no_grad():
+        chunks, settings = make.megatron(case, config, rank, padded)
+        make.place_in(chunks, settings, make.whole(load_file(original / "model.safetensors"), config, padded))
+    (folder / "iter_0000010").mkdir(parents=True, exist_ok=True)
+    make.save(case, folder / "iter_0000010", chunks, config, settings, padded, version)
+    (folder / "latest_checkpointed_iteration.txt").write_text("10")
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def write_older_transformers(original: Path, folder: Path, python: str) -> None:
