@@ -387,7 +387,7 @@ def _list_quantization(checkpoint: OpenedCheckpoint) -> Iterator[tuple[str, str]
         text = value if isinstance(value, str) else json.dumps(value, default=str)
         yield key, text if len(text) <= _MAX_SETTING_CHARACTERS else f"{text[:_MAX_SETTING_CHARACTERS]}..."
     encodings = checkpoint.model.encodings.values() if checkpoint.model is not None else ()
-    stored = sum(each.name(each.arrays[0]) in checkpoint.manifest.tensors for each in encodings)
+    stored = sum(each.name(each.arrays[0]) in checkpoint.manifest.tensors for each in encodings if each.arrays)
     if stored:
         yield "quantized weights", f"{stored:,}"
 

@@ -59,7 +59,8 @@ def test_the_folder_of_a_run_has_the_newest_checkpoint_named(say, source, tmp_pa
             (place / "model.safetensors").unlink()
     code, _, err = say("inspect", tmp_path / "run")
     assert code == 4
-    assert f"hint:  the weights are in {tmp_path / 'run'}/checkpoint-1000: give that" in err
+    assert "2 folders in it do: checkpoint-500, checkpoint-1000" in err
+    assert f"hint:  give one of them, such as {tmp_path / 'run'}/checkpoint-1000" in err
     assert say("inspect", tmp_path / "run" / "checkpoint-1000").code == 0
 
 

@@ -306,7 +306,7 @@ class TestMalformedPlans:
         self.edited(plan, ["reshard_options", "experts"], "some")
         said = say("reshard", "--plan", plan, tmp_path / "out")
         assert said.code == 4
-        assert "plan.json has reshard_options.experts that is not one of keep, fused, split" in said.err
+        assert "plan.json has reshard_options.experts that is not one of keep, fused, fused@0.18, split" in said.err
 
     @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"schema": "shardctl.plan/1"}', "\xff"])
     def test_what_is_no_plan(self, say, tmp_path, content):

@@ -335,7 +335,7 @@ def test_the_moments_of_a_step_are_shown(document, say, tmp_path):
     shown = say("plan", *options, "--detail", "time", "--report", tmp_path / "plan.html")
     assert all(name in shown.out for name in sizes)
     drawn = {part["category"] for moment in line["moments"] for part in moment["parts"]}
-    assert (tmp_path / "plan.html").read_text().count("<polygon") == len(drawn)
+    assert (tmp_path / "plan.html").read_text().count("<polygon") == len({*drawn, "runtime"})
     assert document(LLAMA, "--tp", "2")["timeline"] is None
 
 

@@ -159,8 +159,8 @@ def test_settings_shows_what_counts_and_where_was_looked(say, project, user, mon
     found = say("settings")
     assert (found.code, found.err) == (0, "")
     assert found.out.splitlines() == [
+        f"--threads 2 from {user} for inspect, plan, reshard, verify, attest, diff, digest",
         "--gpu h100-80g from SHARDCTL_PLAN_GPU for plan",
-        f"--threads 2 from {user} for plan, reshard, verify, attest, diff, digest",
         f"--gpu h200 from {project} [tool.shardctl.plan] is overridden",
         f"read: {project}",
         f"read: {user}",

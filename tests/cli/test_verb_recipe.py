@@ -25,8 +25,9 @@ def copied(tmp_path_factory):
     (package / "verbs" / "names.py").write_text(verb)
     (package / "cli" / "names.py").write_text(command)
     app = (package / "cli" / "app.py").read_text()
-    assert app.count("inspect, plan,") == 2, "the import and the list"
-    (package / "cli" / "app.py").write_text(app.replace("inspect, plan,", "inspect, names, plan,"))
+    before = re.compile(r"\binspect,(?=\s+plan,)")
+    assert len(before.findall(app)) == 2, "the import and the list"
+    (package / "cli" / "app.py").write_text(before.sub("inspect, names,", app))
     return place
 
 
