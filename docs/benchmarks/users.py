@@ -6,16 +6,21 @@ for plans, which read no weights. A command that ends with another exit code tha
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import pty
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+import termios
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/benchmarks/users.md"
+PICTURE = ROOT / "docs/pictures/terminal-80.svg"
 FIXTURES = {
     "llama": "peft/hf/llama",
     "megatron-run": "megatron/llama-tp2-pp2",
@@ -68,6 +73,11 @@ USERS = {
     ),
 }
 """What each user types, with the exit code that it should end with."""
+SHOWN = (
+    "shardctl plan llama-3.1-70b.json --for vllm --gpu 2xh100 --max-model-len 8192 --users 16 --dtype fp8",
+    "shardctl verify damaged --level full --against llama",
+)
+"""The commands whose whole output is drawn."""
 
 
 def make_checkpoints(folder: Path) -> None:
@@ -105,8 +115,34 @@ def run_command(command: str, folder: Path, code: int) -> str:
     return answer + hint
 
 
+def draw_terminal(folder: Path) -> str:
+    """Draw what some commands print on a terminal of 80 columns, as an SVG."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(record=True, width=80, file=io.StringIO(), force_terminal=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "LANG": "C.UTF-8"}
+    for name in ("NO_COLOR", "COLUMNS", "CI"):
+        environment.pop(name, None)
+    for command in SHOWN:
+        console.print(Text(f"$ {command}", "bold"))
+        arguments = [sys.executable, "-m", "shardctl", *shlex.split(command)[1:]]
+        here, there = pty.openpty()
+        termios.tcsetwinsize(there, (50, 80))
+        process = subprocess.Popen(arguments, cwd=folder, env=environment, stdout=there, stderr=subprocess.DEVNULL)
+        os.close(there)
+        said = b""
+        with contextlib.suppress(OSError):  # how a terminal ends on Linux
+            while part := os.read(here, 1 << 16):
+                said += part
+        process.wait()
+        os.close(here)
+        console.print(Text.from_ansi(said.decode().replace("\r\n", "\n")))
+    return console.export_svg(title="shardctl", unique_id="terminal")
+
+
 def main() -> None:
-    """Run all commands, and write the page."""
+    """Run all commands, and write the page and the picture."""
     lines = [
         "# What five users type",
         "",
@@ -123,6 +159,13 @@ def main() -> None:
                 lines += [f"$ {command}", answer, ""]
                 print(lines[-3:], flush=True)
             lines[-1] = "```"
+        PICTURE.write_text(draw_terminal(Path(name)), encoding="utf-8")
+    lines += [
+        "",
+        "## A terminal of 80 columns",
+        "",
+        "![Output of two commands](../pictures/terminal-80.svg)",
+    ]
     PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
