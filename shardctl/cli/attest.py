@@ -55,6 +55,7 @@ def attest(
 
     with watch_effort("attest", threads) as work:
         done = verb(src, key=key, sigstore=sigstore, effort=work)
+    streams.print_warnings(done.warnings)
     if json:
         streams.print_document(documents.build_attest_document(done))
     else:

@@ -461,6 +461,7 @@ def build_attest_document(result: AttestResult) -> Document:
         "digest": result.digest,
         "source_digest": result.source_digest,
         "unchecked": list(result.unchecked),
+        "warnings": list(result.warnings),
     }
 
 

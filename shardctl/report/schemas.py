@@ -585,6 +585,7 @@ class AttestDocument(DocumentHead):
     digest: str
     source_digest: str
     unchecked: list[str]
+    warnings: list[str]
 
 
 class EngineSumsDocument(DocumentHead):

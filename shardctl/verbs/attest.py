@@ -12,7 +12,7 @@ from shardctl.options import VerifyOptions
 from shardctl.storage.bounded_text import RECORD_TEXT, read_file
 from shardctl.tensors.record import RECORD, SIGNATURE, STATEMENT, parse_record
 from shardctl.verbs.verify import find_signed_directory, verify
-from shardctl.verify.attestation import load_signer, require_unsigned, sign_directory
+from shardctl.verify.attestation import list_file_states, load_signer, require_unsigned, sign_directory
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,6 +39,8 @@ class AttestResult(ResultView):
     """Of the source, as the record has it."""
     unchecked: tuple[str, ...]
     """What the verification before the signature left open."""
+    warnings: tuple[str, ...] = ()
+    """What that verification warned of, such as files that are signed and not part of the checkpoint."""
 
 
 def attest(
@@ -59,6 +61,7 @@ def attest(
             hint="model_signing sign, of the library model-signing, signs any other directory",
         )
     require_unsigned(directory)
+    states = list_file_states(directory)
     signer = load_signer(key)
     found = verify(path, VerifyOptions(level="full"), effort=effort)
     if found.trouble is not None:
@@ -66,7 +69,7 @@ def attest(
     if not found.ok:
         raise Mismatch(f"{path} is not signed: {found.verdict}", hint=f"shardctl verify {path} --level full says more")
     record = parse_record(read_file(directory / RECORD, RECORD_TEXT))
-    signed = sign_directory(directory, record, signer, effort.threads)
+    signed = sign_directory(directory.resolve(), record, signer, effort.threads, states)
     return AttestResult(
         path=str(path),
         statement=str(directory / STATEMENT),
@@ -77,4 +80,5 @@ def attest(
         digest=found.digest,
         source_digest=record.source_digest,
         unchecked=found.unchecked,
+        warnings=tuple(each.message for each in found.findings if each.severity == "warning"),
     )

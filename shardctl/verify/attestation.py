@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 import tempfile
 import time
 from base64 import b64decode
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -154,12 +155,39 @@ def load_signer(key: Path | None) -> Any:  # noqa: ANN401 - the library's
     return _load_key(lambda: signing.Config().use_elliptic_key_signer(private_key=key), key, "private", hint)
 
 
-def sign_directory(directory: Path, record: CheckpointRecord, signer: Any, threads: int) -> SignedDirectory:  # noqa: ANN401 - the library's
+def list_file_states(directory: Path) -> dict[str, tuple[int, ...]]:
+    """List what changes when a file of a directory is written or replaced; raises SourceError for what is not a file.
+
+    It is compared after the files were verified and signed, which takes long.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for path in _list_files(directory):
+        if path == STATEMENT:
+            continue
+        with translate_os_errors(directory, "listing"):
+            state = (directory / path).lstat()
+        if not stat.S_ISREG(state.st_mode):
+            raise SourceError(
+                f"{directory} cannot be signed: {path} is a link or a special file",
+                hint="put a copy of it in its place",
+            )
+        found[path] = (state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
+    return found
+
+
+def sign_directory(
+    directory: Path,
+    record: CheckpointRecord,
+    signer: Any,  # noqa: ANN401 - the library's
+    threads: int,
+    states: Mapping[str, tuple[int, ...]],
+) -> SignedDirectory:
     """Write the statement, sign all files with it, and write the signature.
 
-    Raises SourceError for a directory with links or special files, and if files change meanwhile: then it holds
-    neither statement nor signature.
+    `states` are those of the files before they were verified. Raises SourceError for a directory with links or special
+    files, and if files change meanwhile: then it holds neither statement nor signature.
     """
+    require_unsigned(directory)
     library = _import_library()
     hashing = library.hashing.Config().use_file_serialization(max_workers=threads)
     hashing.set_ignored_paths(paths=(*_UNSIGNED_PATHS, STATEMENT))
@@ -168,9 +196,9 @@ def sign_directory(directory: Path, record: CheckpointRecord, signer: Any, threa
     except ValueError as error:
         raise SourceError(f"{directory} cannot be signed: {error}", hint="sign a directory of files") from error
     content = (json.dumps(build_statement(record, found), indent=1) + "\n").encode()
-    with translate_os_errors(directory, "writing"):
-        write_file(directory / STATEMENT, content)
     try:
+        with translate_os_errors(directory, "writing"):
+            write_file(directory / STATEMENT, content)
         hashing.set_ignored_paths(paths=_UNSIGNED_PATHS)
         signer.set_hashing_config(hashing)
         with tempfile.TemporaryDirectory() as folder, _translate_sigstore_errors():
@@ -178,13 +206,14 @@ def sign_directory(directory: Path, record: CheckpointRecord, signer: Any, threa
             signature = Path(folder, SIGNATURE).read_bytes()
         payload, bundle = _read_payload(signature)
         signed = _list_resources(payload)
-        _require_same_files(directory, signed, found)
+        _require_same_files(directory, states, signed, found)
         with translate_os_errors(directory, "writing"):
             write_file(directory / SIGNATURE, signature)
             sync_directory(directory)
     except BaseException:
         for name in (SIGNATURE, STATEMENT):
-            (directory / name).unlink(missing_ok=True)
+            with suppress(OSError):  # the first error says why
+                (directory / name).unlink(missing_ok=True)
         raise
     key = bundle["verificationMaterial"].get("publicKey") or {}
     nbytes = sum((directory / path).stat().st_size for path in signed)
@@ -196,10 +225,15 @@ def _list_resources(payload: Mapping[str, Any]) -> dict[str, str]:
     return {str(row["name"]): str(row["digest"]) for row in payload["predicate"]["resources"]}
 
 
-def _require_same_files(directory: Path, signed: Mapping[str, str], stated: Mapping[str, str]) -> None:
-    """Raise SourceError if a signature is of other files than the statement, which is one of them."""
-    if {path: value for path, value in signed.items() if path != STATEMENT} != stated:
-        raise SourceError(f"files of {directory} changed while it was signed", hint="run the same command again")
+def _require_same_files(
+    directory: Path, states: Mapping[str, tuple[int, ...]], signed: Mapping[str, str], stated: Mapping[str, str]
+) -> None:
+    """Raise SourceError if a signature is of other files than were verified, or than the statement, which is one."""
+    same = {path: value for path, value in signed.items() if path != STATEMENT} == stated
+    if not same or list_file_states(directory) != states:
+        raise SourceError(
+            f"files of {directory} changed while they were verified and signed", hint="run the same command again"
+        )
 
 
 def check_signature(directory: Path, signers: Sequence[TrustedSigner], threads: int) -> LevelResult:
@@ -237,6 +271,13 @@ def _check_signature(
     except (SourceError, *_MALFORMED) as error:
         yield CheckFinding("error", ATTESTATION, f"{SIGNATURE} is not a signature of files: {error}", file=SIGNATURE)
         return
+    special = [
+        path for path in _list_files(directory) if not ((directory / path).is_file() or (directory / path).is_dir())
+    ]
+    for path in special:  # the library would refuse the whole directory
+        yield CheckFinding("error", ATTESTATION, f"{path} is not a file, so no signature covers it", file=path)
+    if special:
+        return
     reasons = list[str]()
     for signer, verifier in verifiers:
         verifier.set_hashing_config(_configure_hashing(payload, threads))
@@ -254,8 +295,9 @@ def _check_signature(
     covered = {_SHARD_PATTERN.sub("", name): digest for name, digest in signed.items()}
     level.nbytes = sum((directory / path).stat().st_size for path in covered)
     level.attestation = SignatureCheck(str(signer), len(covered))
-    for path in _list_unsigned(directory, covered):
-        yield CheckFinding("error", ATTESTATION, f"the signature does not cover {path}", file=path)
+    for path in _list_files(directory):
+        if path not in covered:
+            yield CheckFinding("error", ATTESTATION, f"the signature does not cover {path}", file=path)
     if STATEMENT in covered:
         yield from _check_statement(directory, covered, level)
     else:
@@ -306,8 +348,8 @@ def _list_changes(
             yield CheckFinding("error", ATTESTATION, f"{path} is not the file that {signer} signed", file=path)
 
 
-def _list_unsigned(directory: Path, covered: Mapping[str, str]) -> Iterator[str]:
-    """List files that a signature leaves out, and links to directories, which the library does not follow."""
+def _list_files(directory: Path) -> Iterator[str]:
+    """List the files that a signature has to cover, and links to directories, which the library does not follow."""
     ignored = {*_UNSIGNED_PATHS, *_GIT_PATHS}
     for folder, folders, files in os.walk(directory):
         here = Path(folder).relative_to(directory)
@@ -315,7 +357,7 @@ def _list_unsigned(directory: Path, covered: Mapping[str, str]) -> Iterator[str]
         links = [name for name in folders if Path(folder, name).is_symlink()]
         for name in sorted((*files, *links)):
             path = (here / name).as_posix()
-            if path not in covered and path not in ignored:
+            if path not in ignored:
                 yield path
 
 

@@ -15,8 +15,11 @@ from in_toto_attestation.predicates.provenance.v1 import provenance_pb2
 from in_toto_attestation.v1.statement import Statement
 
 import shardctl
+from shardctl.base.errors import DestinationError, SourceError
 from shardctl.cli.program import run
 from shardctl.tensors.record import RECORD, SIGNATURE, STATEMENT
+from shardctl.verbs.verify import verify
+from shardctl.verify import attestation
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -258,6 +261,55 @@ def test_only_what_is_right_is_signed_and_only_once(base, signed, capsys):
     assert attest(signed, *key)[0] == 3
     assert not (signed / STATEMENT).exists()
     assert not (signed / SIGNATURE).exists()
+
+
+def test_what_changes_while_it_is_verified_is_not_signed(base, tmp_path, monkeypatch):
+    directory = shutil.copytree(base / "result", tmp_path / "result")
+    key = base / "own.pem"
+
+    def verify_and_change(*args, **keywords):
+        found = verify(*args, **keywords)
+        flip_byte(directory / SHARD)
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr("shardctl.verbs.attest.verify", verify_and_change)
+        with pytest.raises(SourceError, match="changed while they were verified"):
+            shardctl.attest(directory, key=key)
+    flip_byte(directory / SHARD)
+
+    def fill_disk(path, content):
+        path.write_bytes(content[:10])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(attestation, "write_file", fill_disk)
+        with pytest.raises(DestinationError, match="No space"):
+            shardctl.attest(directory, key=key)
+    assert not {SIGNATURE, STATEMENT} & {path.name for path in directory.iterdir()}
+
+    with monkeypatch.context() as patched:  # links are refused before hours of verification
+        patched.setattr("shardctl.verbs.attest.verify", None)
+        (directory / "link").symlink_to(tmp_path)
+        with pytest.raises(SourceError, match="link is a link or a special file"):
+            shardctl.attest(directory, key=key)
+        (directory / "link").unlink()
+
+
+def test_a_link_to_the_directory_may_be_given_and_warnings_are_said(base, tmp_path, capsys, check):
+    directory = shutil.copytree(base / "result", tmp_path / "result")
+    (tmp_path / "latest").symlink_to(directory)
+    (directory / "notes").write_text("not part of it")
+    assert run(["attest", str(tmp_path / "latest"), "--key", str(base / "own.pem"), "--json"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["warnings"] == ["notes is not part of this checkpoint"]
+    assert "warning: notes is not part of this checkpoint" in said.err
+    assert check(tmp_path / "latest")[0] == 0
+    (directory / "absent").symlink_to(tmp_path / "absent")
+    code, text = check(directory)
+    assert code == 3
+    assert "absent is not a file, so no signature covers it" in text
+    assert "not of the key" not in text
 
 
 def test_from_python(base, tmp_path):
