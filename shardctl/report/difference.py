@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from shardctl.verbs.diff import DiffResult, TensorChange
+    from shardctl.verify.content import LayerChange
 
 SHOWN_CHANGES: Final = 20
 """Differences in full; `--all` prints the rest, and `--json` has them all."""
@@ -55,12 +56,17 @@ def _render_layers(diffed: DiffResult, *, everything: bool) -> Iterator[Renderab
     shown = diffed.layers if everything else diffed.layers[:SHOWN_CHANGES]
     yield render_line("change by layer, as a share of the norm of the first:")
     rows = (
-        (f"{each.relative:.3%}", f"{each.changed:,} of {format_plural(each.tensors, 'tensor')}", each.layer)
+        (_format_share(each), f"{each.changed:,} of {format_plural(each.tensors, 'tensor')}", each.layer)
         for each in shown
     )
     yield render_table(rows, right=frozenset({0, 1}), indent=2)
     if len(shown) < len(diffed.layers):
         yield render_line(f"and {len(diffed.layers) - len(shown):,} more layers; --all prints them")
+
+
+def _format_share(layer: LayerChange) -> str:
+    """Format by how much a layer changed; the share leaves out what is not finite, which is therefore said instead."""
+    return f"{layer.not_finite:,} not finite" if layer.not_finite else f"{layer.relative:.3%}"
 
 
 def _format_change(change: TensorChange) -> str:

@@ -513,7 +513,10 @@ class ChangeFields(TypedDict):
 
 
 class LayerChangeFields(TypedDict):
-    """By how much the weights of a layer changed: `relative` is null where those of the first are all zero."""
+    """By how much the weights of a layer changed: `relative` is null where those of the first are all zero.
+
+    `not_finite` counts elements that differ and are NaN or infinite in one of the two. No other number does.
+    """
 
     layer: str
     relative: float | None
@@ -521,6 +524,7 @@ class LayerChangeFields(TypedDict):
     norm: float | None
     tensors: int
     changed: int
+    not_finite: int
 
 
 class DeltaFields(TypedDict):

@@ -113,6 +113,8 @@ class LayerChange:
     tensors: int
     changed: int
     """Tensors of these in which a value differs."""
+    not_finite: int
+    """Elements that differ and are NaN or infinite in one of the two: no norm counts them."""
 
 
 @state_class
@@ -127,17 +129,18 @@ class WeightChanges:
     """The tensors that count, without optimizer states."""
     reversed: bool = False
     """Whether the second checkpoint is the one whose bands come first."""
-    _squares: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """By tensor, the sums of the squares of the differences and of the first checkpoint's values."""
+    _sums: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    """By tensor, the sums of the squares of the differences and of the first checkpoint's values, and what they lack:
+    how many elements that differ are not finite."""
     _equal: list[tuple[Tensor, Box, ByteReader]] = field(default_factory=list)
     """Without an index of the chunks, which would take more memory than the rest of a comparison of small tensors."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, tensor: str, change: int, values: int) -> None:
-        """Add the sums of squares over a band in which values differ."""
+    def add(self, tensor: str, change: int, values: int, not_finite: int = 0) -> None:
+        """Add the sums of squares over a band, and how many of the elements that differ are not finite."""
         with self._lock:
-            before = self._squares.get(tensor, (0, 0))
-            self._squares[tensor] = before[0] + change, before[1] + values
+            before = self._sums.get(tensor, (0, 0, 0))
+            self._sums[tensor] = before[0] + change, before[1] + values, before[2] + not_finite
 
     def add_equal(self, tensor: Tensor, box: Box, reader: ByteReader) -> None:
         """Note a band that is equal in both."""
@@ -145,8 +148,8 @@ class WeightChanges:
             self._equal.append((tensor, box, reader))
 
     def summarize(self, effort: ExecutionOptions) -> tuple[LayerChange, ...]:
-        """Return the layers in which a weight changed, the one that changed most first."""
-        changed = frozenset(self._squares)
+        """Return the layers in which a weight changed: those with values that are not finite, then by their change."""
+        changed = frozenset(self._sums)
         layers = {name_block(name) for name in changed}
         rest = [each for each in self._equal if name_block(each[0].name) in layers]
         if rest:
@@ -174,15 +177,15 @@ class WeightChanges:
 
         run_in_threads(tasks(), worker, effort.threads, effort.stop)
         found: dict[str, list[int]] = {}
-        for name, (change, values) in self._squares.items():
-            sums = found.setdefault(name_block(name), [0, 0, 0, 0])
-            for place, number in enumerate((change, values, 1, name in changed)):
+        for name, (change, values, not_finite) in self._sums.items():
+            sums = found.setdefault(name_block(name), [0, 0, 0, 0, 0])
+            for place, number in enumerate((change, values, 1, name in changed, not_finite)):
                 sums[place] += number
         rows = []
-        for layer, (change, values, tensors, number) in found.items():
+        for layer, (change, values, *counts) in found.items():
             apart, norm = compute_root(change), compute_root(values)
-            rows.append(LayerChange(layer, apart / norm if norm else inf, apart, norm, tensors, number))
-        return tuple(sorted(rows, key=lambda row: (-row.relative, sort_naturally(row.layer))))
+            rows.append(LayerChange(layer, apart / norm if norm else inf, apart, norm, *counts))
+        return tuple(sorted(rows, key=lambda row: (not row.not_finite, -row.relative, sort_naturally(row.layer))))
 
 
 def measure_content(
@@ -395,7 +398,8 @@ def _compare_tasks(
             if sums is None:
                 changes.add_equal(task.tensor, task.box, ours)
             else:
-                changes.add(name, sums.squares, measure_values(right if changes.reversed else left, dtype).squares)
+                values = measure_values(right if changes.reversed else left, dtype).squares
+                changes.add(name, sums.squares, values, sums.nonfinite)
 
         return compare
 

@@ -101,4 +101,21 @@ def test_what_was_zero_and_what_is_not_finite(tmp_path):
         save_file({"layers.0.w": np.float32(values), "n": np.int64([1])}, tmp_path / f"{name}.safetensors")
     found = shardctl.diff(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
     (layer,) = found.to_dict()["layers"]
-    assert layer == {"layer": "layers.0", "relative": None, "change": 5.0, "norm": 0.0, "tensors": 1, "changed": 1}
+    assert layer == {
+        "layer": "layers.0",
+        "relative": None,
+        "change": 5.0,
+        "norm": 0.0,
+        "tensors": 1,
+        "changed": 1,
+        "not_finite": 1,
+    }
+
+
+def test_a_layer_that_is_no_longer_finite_comes_first(tmp_path):
+    for name, nan, other in (("a", [3, 4], [1, 1]), ("b", [np.nan, np.inf], [2, 2])):
+        save_file({"layers.0.w": np.float32(other), "layers.1.w": np.float32(nan)}, tmp_path / f"{name}.safetensors")
+    found = shardctl.diff(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert [(each.layer, each.not_finite) for each in found.layers] == [("layers.1", 2), ("layers.0", 0)]
+    assert "2 not finite  1 of 1 tensor  layers.1" in str(found)
+    assert "100.000%  1 of 1 tensor  layers.0" in str(found)
