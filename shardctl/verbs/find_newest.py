@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl.base.errors import Interrupted, MachineError, MemoryBudgetError, ShardctlError, SourceError
 from shardctl.base.value import value_class
 from shardctl.storage import HIDDEN
-from shardctl.verbs.verify import verify
+from shardctl.verbs.verify import require_trust, verify
 
 if TYPE_CHECKING:
     from shardctl.base.workers import ExecutionOptions
@@ -51,8 +51,8 @@ def find_newest(
 
     Of directories whose names end with a number, as steps do, the largest is the newest, and others are no checkpoints;
     where no name has one, it is the one that was changed last. Raises
-    SourceError if the run is no directory or has none inside, MachineError or MemoryBudgetError where this machine
-    cannot finish what was asked for.
+    SourceError if the run is no directory or has none inside, UsageError for a policy or a key that is none,
+    MachineError or MemoryBudgetError where this machine cannot finish what was asked for.
     """
     run = Path(path)
     if not run.is_dir():
@@ -65,6 +65,8 @@ def find_newest(
         inside = sorted(numbered, key=lambda each: (_find_step(each), each.name), reverse=True)
     else:
         inside = sorted(inside, key=_find_last_change, reverse=True)
+    if verify_options is not None:
+        require_trust(verify_options)  # what is wrong for each of them says nothing of any
     order = "number" if numbered else "time"
     passed: list[PassedCheckpoint] = []
     for each in inside:

@@ -288,6 +288,8 @@ def _measure_statistics(
     uncounted = [tensor.name for tensor, each in zip(tensors, sums, strict=True) if each is None]
     if uncounted:
         notes = (*notes, f"not counted, because 6-bit types are packed: {format_first_few(uncounted)}")
+    if checkpoint.manifest.training is not None and checkpoint.manifest.training.states:
+        notes = (*notes, "optimizer states were not counted")
     return _summarise_statistics(dict(zip([tensor.name for tensor in tensors], sums, strict=True)), tensors, notes)
 
 

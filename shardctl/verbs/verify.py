@@ -45,7 +45,7 @@ from shardctl.tensors.mesh import Mesh
 from shardctl.tensors.pieces import PlacedCheckpoint
 from shardctl.tensors.record import APPLIED, AVERAGED, GIVEN, RECORD, STATEMENT, SUBTREE, UNTIED
 from shardctl.verify import alignment, rank_parts, structure
-from shardctl.verify.attestation import TrustedSigner, check_signature
+from shardctl.verify.attestation import TrustedSigner, check_signature, load_verifiers
 from shardctl.verify.download_hashes import find_equal_files, list_stated_hashes
 from shardctl.verify.finding import CheckFinding
 from shardctl.verify.golden import CHECK, GoldenOutput, read_golden, require_new_file, write_golden
@@ -127,6 +127,31 @@ def verify(
     return result
 
 
+def require_trust(verify_options: VerifyOptions) -> None:
+    """Raise an error for a policy, or for somebody to trust, with which no checkpoint can be verified."""
+    verify_options.require_used()
+    policy = read_policy(verify_options.policy) if verify_options.policy is not None else None
+    signers = _list_signers(verify_options, policy)
+    if signers:
+        load_verifiers(signers)
+
+
+def _list_signers(verify_options: VerifyOptions, policy: VerificationPolicy | None) -> tuple[TrustedSigner, ...]:
+    """List who is trusted; nobody where no signature is needed. Raises UsageError for trust that is ambiguous."""
+    named = [getattr(verify_options, name) for name in ("public_key", "identity", "issuer")]
+    signers = policy.signers if policy is not None else ()
+    if not verify_options.attestation or not any(named):
+        if verify_options.attestation and not signers:
+            hint = "add signers to it, or --public-key FILE"
+            raise UsageError(f"{verify_options.policy} names no signers", hint=hint)
+        return signers
+    if signers:
+        hint = "leave --public-key, --identity and --issuer out"
+        raise UsageError(f"{verify_options.policy} says whose signature is needed", hint=hint)
+    key, identity, issuer = named
+    return (TrustedSigner(key, identity or "", issuer or ""),)
+
+
 def find_signed_directory(path: str | Path) -> Path:
     """Find the directory that has a signature, or gets one; raises UsageError for any other source."""
     with closing(open_source(path)) as source:
@@ -193,7 +218,7 @@ class _VerifyRun:
 
     def run_after_signature(self) -> tuple[list[LevelResult], str]:
         """Check the signature first, if that is requested: what nobody vouches for is not read any further."""
-        signers = self.list_signers()
+        signers = _list_signers(self.verify_options, self.policy)
         if not signers:
             return self.of()
         signature = check_signature(find_signed_directory(self.path), signers, self.effort.threads)
@@ -203,21 +228,6 @@ class _VerifyRun:
         levels, digest = self.of()
         _judge_stated_digest(signature, digest)
         return [signature, *levels], digest
-
-    def list_signers(self) -> tuple[TrustedSigner, ...]:
-        """List who is trusted; nobody where no signature is needed. Raises UsageError for trust that is ambiguous."""
-        named = [getattr(self.verify_options, name) for name in ("public_key", "identity", "issuer")]
-        signers = self.policy.signers if self.policy is not None else ()
-        if not self.verify_options.attestation or not any(named):
-            if self.verify_options.attestation and not signers:
-                hint = "add signers to it, or --public-key FILE"
-                raise UsageError(f"{self.verify_options.policy} names no signers", hint=hint)
-            return signers
-        if signers:
-            hint = "leave --public-key, --identity and --issuer out"
-            raise UsageError(f"{self.verify_options.policy} says whose signature is needed", hint=hint)
-        key, identity, issuer = named
-        return (TrustedSigner(key, identity or "", issuer or ""),)
 
     def run_policy(self, checkpoint: OpenedCheckpoint) -> list[LevelResult]:
         """Compare the files with the policy, if there is one."""

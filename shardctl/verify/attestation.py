@@ -248,8 +248,7 @@ def check_signature(directory: Path, signers: Sequence[TrustedSigner], threads: 
     level, began = LevelResult(ATTESTATION), time.monotonic()
     try:
         with _translate_sigstore_errors():
-            verifiers = [(signer, _load_verifier(signer)) for signer in signers]
-            level.add(_check_signature(directory, verifiers, threads, level))
+            level.add(_check_signature(directory, load_verifiers(signers), threads, level))
     except TransientError as error:
         level.give_up(error)
     except OSError as error:
@@ -400,6 +399,15 @@ def _configure_hashing(payload: Mapping[str, Any], threads: int) -> Any:  # noqa
     else:
         config.use_file_serialization(hashing_algorithm=how["hash_type"], max_workers=threads)
     return config.set_ignored_paths(paths=_UNSIGNED_PATHS).set_allow_symlinks(True)
+
+
+def load_verifiers(signers: Sequence[TrustedSigner]) -> list[tuple[TrustedSigner, Any]]:
+    """Load what checks the signatures of each signer.
+
+    Raises UsageError for a key that is none, TransientError where Sigstore cannot be reached.
+    """
+    with _translate_sigstore_errors():
+        return [(signer, _load_verifier(signer)) for signer in signers]
 
 
 def _load_verifier(signer: TrustedSigner) -> Any:  # noqa: ANN401 - the library's

@@ -225,9 +225,10 @@ def _read_licenses(card: bytes) -> list[str]:
         return []
     said = said if isinstance(said, dict) else {}
     stated, own_name = said.get("license"), said.get("license_name")
-    names = [name for name in (stated if isinstance(stated, list) else [stated]) if isinstance(name, str) and name]
+    stated = stated if isinstance(stated, list) else [stated]
+    names = [name if isinstance(name, str) else "not a text" for name in stated if name]
     own_name = own_name if isinstance(own_name, str) and own_name else "other"
-    return [own_name if name.lower() == "other" else name for name in names]
+    return [own_name if name.lower() == "other" else name for name in dict.fromkeys(names)]
 
 
 def _build_finding(key: str, message: str, file: str, tensor: str = "") -> CheckFinding:

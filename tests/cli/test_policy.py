@@ -90,7 +90,8 @@ CARDS = {
     "---\r\nlicense: other\r\nlicense_name: llama3.1\r\n---\r\n": "the licence is llama3.1",
     "---\nlicense: [apache-2.0, gpl-3.0]\n---\n": "the licence is gpl-3.0",
     "---\nlicense: !!bool x\n---\n": "the licence is x",
-    "---\na: &a [x, x]\nb: &b [*a, *a]\nlicense: [[*b, *b], {c: d}]\n---\n": "no licence is stated",
+    "---\na: &a [x, x]\nb: &b [*a, *a]\nlicense: [[*b, *b], {c: d}]\n---\n": "the licence is not a text",
+    "---\nlicense: [apache-2.0, {c: d}]\n---\n": "the licence is not a text",
     "license: apache-2.0\n": "no licence is stated",
     "---\n[}: x\n---\n": "no licence is stated",
     "": "no licence is stated",
@@ -190,3 +191,15 @@ def test_one_of_the_signers_must_have_signed(source, tmp_path, say):
     assert verify("own", options=["--attestation", "--public-key", tmp_path / "other.pub"]).code == 2
     (out / "x.py").write_text("")
     assert "x.py was added" in verify("own").out
+
+
+def test_a_policy_that_cannot_be_read_is_no_verdict_on_a_run(model, tmp_path, say):
+    (tmp_path / "run").mkdir()
+    model.rename(tmp_path / "run" / "step-1")
+    (tmp_path / "policy.toml").write_text(STRICT)
+    newest = ("verify", tmp_path / "run", "--newest-good", "--policy", tmp_path / "policy.toml")
+    assert say(*newest).out == "step-1\n"
+    for policy in ("licences = []", 'signers = [{public_key = "absent.pub"}]'):
+        (tmp_path / "policy.toml").write_text(policy)
+        assert say(*newest).code == 2
+    assert say(*newest[:3], "--attestation", "--public-key", tmp_path / "policy.toml").code == 2

@@ -135,6 +135,8 @@ def test_quantized_weights_count_as_the_numbers_that_they_mean(tmp_path):
     plain = shardctl.inspect(tmp_path / "plain", stats=True).statistics
     assert {each.name: each.values for each in packed.tensors} == {each.name: each.values for each in plain.tensors}
     assert any("decoded to F32" in note for note in packed.notes)
+    trained = shardctl.inspect(FIXTURES / "dcp" / "accelerate", stats=True).statistics
+    assert "optimizer states were not counted" in trained.notes
 
 
 def test_what_has_no_values_or_too_little_memory_is_refused(model):
