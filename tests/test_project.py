@@ -313,6 +313,9 @@ def test_only_what_was_built_and_checked_for_a_tag_is_published():
     build, publish = release["jobs"]["build"], release["jobs"]["publish"]
     scripts = "\n".join(step.get("run", "") for step in build["steps"])
     assert all(each in scripts for each in ("python -m build", "twine check --strict", ".ci/check_distribution.py"))
+    installed = scripts.index('"$RUNNER_TEMP/fresh/bin/pip" install')
+    checked = scripts.index('"$RUNNER_TEMP/fresh/bin/python" .ci/check_distribution.py')
+    assert installed < checked, "the check imports the program, whose dependencies no other environment has"
     assert "permissions" not in build
     assert publish["permissions"] == {"id-token": "write"}
     assert (publish["needs"], publish["environment"]) == ("build", "pypi")
