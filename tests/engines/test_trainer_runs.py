@@ -40,8 +40,8 @@ def test_the_page_is_what_was_kept():
     kept = json.loads(KEPT.read_text())
     assert build_page(kept) == PAGE.read_text()
     assert kept["cells"].keys() == MODELS.keys()
-    for cells in kept["cells"].values():
-        assert cells.keys() == TRAINERS.keys()
+    for model, cells in kept["cells"].items():
+        assert cells.keys() == TRAINERS.keys() - ({"megatron"} if model == "llava" else set())
         assert all(row.keys() == {*RUN_BY, *FROM_HEADERS} for row in cells.values())
 
 
