@@ -8,17 +8,14 @@ mask halves the latter, for kernels skip what it hides; those formulas count it 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shardctl.estimate.model.layer_graph import LayerAttention, LayerExperts, LayerGraph, ModelLayer
-    from shardctl.estimate.model.rank_shards import HeldPart, RankShards
+    from shardctl.estimate.model.rank_shards import RankShards
     from shardctl.tensors.mesh import Mesh
-
-_PACKED_WEIGHTS_PER_ELEMENT: Final = {"I32": 8, "U8": 2}
-"""Weights in one stored element of a matrix, where it is packed: four bits each, as GPTQ, AWQ and MXFP4 have it."""
 
 
 def count_matrix_operations(anatomy: LayerGraph, holding: RankShards, mesh: Mesh, tokens: float) -> float:
@@ -29,11 +26,8 @@ def count_matrix_operations(anatomy: LayerGraph, holding: RankShards, mesh: Mesh
     """
     last = holding.stage == mesh.degree("pp") - 1
     routed = _compute_routed_tokens(anatomy, mesh)
-    return sum(
-        2 * _count_weights(part) * tokens * (routed if part.kind.spec.of_expert else 1)
-        for part in holding.parts
-        if part.kind.matrix and _is_multiplied(part, last=last)
-    )
+    dense, expert = holding.multiplied(last=last)
+    return 2 * dense * tokens + 2 * expert * tokens * routed
 
 
 def count_attention_operations(
@@ -80,17 +74,6 @@ def compute_touched_share(anatomy: LayerGraph, mesh: Mesh, tokens: float) -> flo
         return 1.0
     together = tokens * mesh.ep * mesh.etp / mesh.degree("tp")
     return 1.0 - math.pow(1 - experts.chosen / experts.count, together)
-
-
-def _is_multiplied(part: HeldPart, *, last: bool) -> bool:
-    """Return whether tokens are multiplied with it: not with an embedding, unless it is the last stage's head, too."""
-    places = {where for where, _ in part.kind.spec.where}
-    return "layer" in places or (last and "last" in places)
-
-
-def _count_weights(part: HeldPart) -> int:
-    packed = 1 if part.kind.trainable else _PACKED_WEIGHTS_PER_ELEMENT.get(part.kind.dtype.name, 1)
-    return part.count * part.gathered * packed
 
 
 def _count_seen_tokens(layer: ModelLayer, attention: LayerAttention, context: float, *, masked: bool) -> float:

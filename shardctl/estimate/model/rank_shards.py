@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import field
 from itertools import accumulate, pairwise
 from math import prod
 from typing import TYPE_CHECKING, Final
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 SHARDING: Final = ("fsdp", EXPERT_FSDP)
 """The axes that share what each rank computes with: before use, its parts are gathered from them."""
+_PACKED_WEIGHTS_PER_ELEMENT: Final = {"I32": 8, "U8": 2}
+"""Weights in one stored element of a matrix, where it is packed: four bits each, as GPTQ, AWQ and MXFP4 have it."""
 
 
 @value_class
@@ -59,6 +62,8 @@ class RankShards:
     layers: range
     """Of the pipeline stage."""
     parts: tuple[HeldPart, ...]
+    _sums: dict[object, tuple[int, int]] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """Sums over the parts that were asked for before: a search asks for each with all settings of a mesh."""
 
     @property
     def nbytes(self) -> int:
@@ -67,11 +72,11 @@ class RankShards:
 
     def elements(self, *, expert: bool | None = None, trainable: bool | None = None) -> int:
         """Return elements kept; of experts only, of all else only, or of both."""
-        return sum(part.count * part.elements for part in self._select_parts(expert=expert, trainable=trainable))
+        return self._sum_elements(expert=expert, trainable=trainable)[0]
 
     def gathered(self, *, expert: bool | None = None, trainable: bool | None = None) -> int:
         """Return elements computed with, before fsdp shares them."""
-        return sum(part.count * part.gathered for part in self._select_parts(expert=expert, trainable=trainable))
+        return self._sum_elements(expert=expert, trainable=trainable)[1]
 
     def units(self) -> Mapping[int | None, tuple[HeldPart, ...]]:
         """Group parts by what FSDP gathers together: by layer, and under None the root (embedding, last norm, head)."""
@@ -100,11 +105,43 @@ class RankShards:
                 found[key] = part, [part.count]
         return tuple(HeldPart(part.kind, sum(counts), part.gathered, part.elements) for part, counts in found.values())
 
-    def _select_parts(self, *, expert: bool | None, trainable: bool | None) -> Iterator[HeldPart]:
-        for part in self.parts:
-            of_expert, learns = part.kind.spec.of_expert, part.kind.trainable
-            if expert in {None, of_expert} and trainable in {None, learns}:
-                yield part
+    def multiplied(self, *, last: bool) -> tuple[int, int]:
+        """Return weights of matrices that tokens are multiplied with: those of no expert, and those of experts.
+
+        An embedding is not, unless it is the head of the last stage, too.
+        """
+        key = ("multiplied", last)
+        if key not in self._sums:
+            sums = [0, 0]
+            for part in self.parts:
+                if part.kind.matrix and _is_multiplied(part, last=last):
+                    sums[part.kind.spec.of_expert] += _count_weights(part)
+            self._sums[key] = sums[0], sums[1]
+        return self._sums[key]
+
+    def _sum_elements(self, *, expert: bool | None, trainable: bool | None) -> tuple[int, int]:
+        """Return elements kept and elements computed with."""
+        key = expert, trainable
+        if key not in self._sums:
+            kept = gathered = 0
+            for part in self.parts:
+                of_expert, learns = part.kind.spec.of_expert, part.kind.trainable
+                if expert in {None, of_expert} and trainable in {None, learns}:
+                    kept += part.count * part.elements
+                    gathered += part.count * part.gathered
+            self._sums[key] = kept, gathered
+        return self._sums[key]
+
+
+def _is_multiplied(part: HeldPart, *, last: bool) -> bool:
+    """Return whether tokens are multiplied with it: not with an embedding, unless it is the last stage's head, too."""
+    places = {where for where, _ in part.kind.spec.where}
+    return "layer" in places or (last and "last" in places)
+
+
+def _count_weights(part: HeldPart) -> int:
+    packed = 1 if part.kind.trainable else _PACKED_WEIGHTS_PER_ELEMENT.get(part.kind.dtype.name, 1)
+    return part.count * part.gathered * packed
 
 
 def list_rank_shards(inventory: TensorInventory, mesh: Mesh, stages: Sequence[int]) -> tuple[RankShards, ...]:

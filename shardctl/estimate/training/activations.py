@@ -494,12 +494,14 @@ def list_kept_layers(holding: RankShards) -> range:
 
     Of a later stage all do, because layers of earlier ones may be trained.
     """
-    trained = [part.kind for part in holding.parts if part.kind.trainable]
-    layers, stop = holding.layers, holding.layers.stop
-    if not trained or holding.stage:
+    layers = holding.layers
+    if holding.stage:
         return layers
-    first = min((0 if ("first", 0) in kind.spec.where else min(kind.layers, default=stop)) for kind in trained)
-    return range(max(layers.start, first), stop)
+    trained = [part.kind for part in holding.parts if part.kind.trainable]
+    if not trained or any(("first", 0) in kind.spec.where for kind in trained):
+        return layers
+    first = min(min(kind.layers, default=layers.stop) for kind in trained)
+    return range(max(layers.start, first), layers.stop)
 
 
 def _find_unknown_part(layer: ModelLayer, work: TrainingWorkload) -> str:
