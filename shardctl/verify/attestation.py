@@ -171,6 +171,8 @@ def list_file_states(directory: Path) -> dict[str, tuple[int, ...]]:
                 f"{directory} cannot be signed: {path} is a link or a special file",
                 hint="put a copy of it in its place",
             )
+        if not _is_utf8(path):
+            raise SourceError(f"{directory} cannot be signed: the name of {path} is not UTF-8", hint="rename it")
         found[path] = (state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
     return found
 
@@ -236,6 +238,12 @@ def _require_same_files(
         )
 
 
+def _find_file(name: str, payload: Mapping[str, Any]) -> str:
+    """Return the file of a resource, which may be a piece of it."""
+    pieces = payload["predicate"]["serialization"]["method"] == "shards"
+    return _SHARD_PATTERN.sub("", name) if pieces else name
+
+
 def check_signature(directory: Path, signers: Sequence[TrustedSigner], threads: int) -> LevelResult:
     """Check every file of a directory against the signature in it, which has to be of one of the `signers`.
 
@@ -270,11 +278,10 @@ def _check_signature(
     except (SourceError, *_MALFORMED) as error:
         yield CheckFinding("error", ATTESTATION, f"{SIGNATURE} is not a signature of files: {error}", file=SIGNATURE)
         return
-    special = [
-        path for path in _list_files(directory) if not ((directory / path).is_file() or (directory / path).is_dir())
-    ]
+    special = [path for path in _list_files(directory) if not _is_signable(directory, path)]
     for path in special:  # the library would refuse the whole directory
-        yield CheckFinding("error", ATTESTATION, f"{path} is not a file, so no signature covers it", file=path)
+        message = f"{path} is not a file with a name in UTF-8, so no signature covers it"
+        yield CheckFinding("error", ATTESTATION, message, file=path)
     if special:
         return
     reasons = list[str]()
@@ -284,14 +291,14 @@ def _check_signature(
         if reason is None:
             break
         if reason.startswith(_OTHER_FILES):  # the signature holds, so that what it lists is to be trusted
-            yield from _list_changes(directory, signed, _configure_hashing(payload, threads), str(signer), reason)
+            yield from _list_changes(directory, payload, _configure_hashing(payload, threads), str(signer), reason)
             return
         reasons.append(f"it is not of {signer}: {reason}")
     else:
         message = f"the signature in {SIGNATURE} does not hold: {format_first_few(reasons)}"
         yield CheckFinding("error", ATTESTATION, message, file=SIGNATURE)
         return
-    covered = {_SHARD_PATTERN.sub("", name): digest for name, digest in signed.items()}
+    covered = {_find_file(name, payload): digest for name, digest in signed.items()}
     level.nbytes = sum((directory / path).stat().st_size for path in covered)
     level.attestation = SignatureCheck(str(signer), len(covered))
     for path in _list_files(directory):
@@ -324,12 +331,13 @@ def _verify(verifier: Any, directory: Path, signature: bytes) -> str | None:  # 
 
 def _list_changes(
     directory: Path,
-    signed: Mapping[str, str],
+    payload: Mapping[str, Any],
     hashing: Any,  # noqa: ANN401 - the library's
     signer: str,
     reason: str,
 ) -> Iterator[CheckFinding]:
     """Yield the files that are not as they were signed."""
+    signed = _list_resources(payload)
     try:
         found = {row.identifier: row.digest.digest_hex for row in hashing.hash(directory).resource_descriptors()}
     except ValueError as error:
@@ -338,13 +346,25 @@ def _list_changes(
     if found == signed:
         yield CheckFinding("error", ATTESTATION, f"files changed while they were read: {reason}")
     for name in sorted(found.keys() | signed.keys()):
-        path = _SHARD_PATTERN.sub("", name)
+        path = _find_file(name, payload)
         if name not in signed:
             yield CheckFinding("error", ATTESTATION, f"{path} was added after {signer} signed", file=path)
         elif name not in found:
             yield CheckFinding("error", ATTESTATION, f"{path} is missing; {signer} signed it", file=path)
         elif found[name] != signed[name]:
             yield CheckFinding("error", ATTESTATION, f"{path} is not the file that {signer} signed", file=path)
+
+
+def _is_signable(directory: Path, path: str) -> bool:
+    return _is_utf8(path) and ((directory / path).is_file() or (directory / path).is_dir())
+
+
+def _is_utf8(path: str) -> bool:
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _list_files(directory: Path) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from typing import TYPE_CHECKING
 
@@ -308,8 +309,29 @@ def test_a_link_to_the_directory_may_be_given_and_warnings_are_said(base, tmp_pa
     (directory / "absent").symlink_to(tmp_path / "absent")
     code, text = check(directory)
     assert code == 3
-    assert "absent is not a file, so no signature covers it" in text
+    assert "absent is not a file" in text
     assert "not of the key" not in text
+
+
+def test_files_of_any_name_are_signed_or_refused(base, tmp_path, capsys, check):
+    directory = shutil.copytree(base / "result", tmp_path / "result")
+    (directory / "notes:0:5").write_text("named like a piece of a file")
+    attest = ["attest", str(directory), "--key", str(base / "own.pem")]
+    assert run(attest) == 0
+    assert check(directory)[0] == 0
+    (directory / "notes:0:5").write_text("changed")
+    code, text = check(directory)
+    assert (code, "notes:0:5 is not the file that" in text) == (3, True)
+    try:
+        (directory / os.fsdecode(b"\xff")).write_text("")
+    except OSError:
+        pytest.skip("this file system has names in UTF-8 alone")
+    code, text = check(directory)
+    assert (code, "name in UTF-8" in text) == (3, True)
+    (directory / SIGNATURE).unlink()
+    capsys.readouterr()
+    assert run(attest) == 4
+    assert "is not UTF-8" in capsys.readouterr().err
 
 
 def test_from_python(base, tmp_path):
