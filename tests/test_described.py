@@ -289,6 +289,21 @@ def test_a_class_of_transformers_describes_a_config_without_a_table(tmp_path, in
 
 
 @pytest.mark.usefixtures("in_process")
+def test_the_note_names_the_class_that_stands_for_one_that_transformers_does_not_have(tmp_path):
+    path = tmp_path / "config.json"
+    small = {"model_type": "laguna", "hidden_size": 64, "num_hidden_layers": 1, "num_experts": 2}
+    for architectures, stands in (
+        (["LagunaForSequenceClassification"], True),
+        ([], True),
+        (["LagunaForCausalLM"], False),
+    ):
+        path.write_text(json.dumps(small | {"architectures": architectures}))
+        with open_checkpoint(path, DESCRIBED) as found:
+            (warning,) = [w for w in found.manifest.warnings if "no table knows" in w]
+        assert ("with LagunaForCausalLM, the class for its model type" in warning) == stands
+
+
+@pytest.mark.usefixtures("in_process")
 def test_towers_around_a_known_text_model_are_counted(tmp_path, monkeypatch):
     """Where transformers has the class; without it, the text model alone."""
     import transformers

@@ -118,6 +118,7 @@ def build_manifest_from_class(source: Source, config: Mapping[str, object]) -> M
     read = models.ModelConfig(config)
     architecture = read.architecture()
     title = architecture or read.text("model_type", "")
+    kind = find_class_name(architecture, config) if knows_class(architecture, config) else architecture
     missing = next((name for name in ("torch", "transformers") if find_spec(name) is None), None)
     found: Mapping[str, Any] | str
     if missing is not None:
@@ -125,17 +126,13 @@ def build_manifest_from_class(source: Source, config: Mapping[str, object]) -> M
     elif models.find_quantization_config(config) is not None:
         found, hint = "its weights are quantized in a way that only files show", "plan a directory with the weights"
     else:
-        request = {
-            "class": find_class_name(architecture, config) if knows_class(architecture, config) else architecture,
-            "config": dict(config),
-            "dtype": read.dtype().torch,
-        }
+        request = {"class": kind, "config": dict(config), "dtype": read.dtype().torch}
         found = run_limited_child(
             _CHILD_MODULE,
             json.dumps(request),
             memory=_MAX_CHILD_MEMORY,
             seconds=_MAX_CHILD_SECONDS,
-            task=f"building {request['class']}",
+            task=f"building {kind}",
         )
         hint = "plan a directory with the weights, whose headers say as much"
     problem = found if isinstance(found, str) else found.get("problem")
@@ -145,10 +142,11 @@ def build_manifest_from_class(source: Source, config: Mapping[str, object]) -> M
         name: Tensor(name, BY_NAME[dtype], tuple(shape), (), tuple(ties))
         for name, dtype, shape, ties in found["tensors"]
     }
+    other = f" with {kind}, the class for its model type" if kind != architecture else ""
     note = (
         f"no table knows {title}: its {len(tensors):,} tensors are those that transformers {found['transformers']} "
-        "makes of the config, on the meta device; it cannot tell which further tensors the files on the Hub have, such "
-        "as multi-token prediction layers"
+        f"makes of the config{other}, on the meta device; it cannot tell which further tensors the files on the Hub "
+        "have, such as multi-token prediction layers"
     )
     warnings = (note, *_note_absent_files(source), *_note_untyped(config))
     return models.order_ties(Manifest(FORMAT, tensors, {}, warnings=warnings))
