@@ -15,7 +15,7 @@ from shardctl.conversion.tensor_choice import filter_tensors
 from shardctl.estimate.search.mesh_comparison import WeightTotals
 from shardctl.estimate.training.layer_flags import list_expert_remarks, list_model_remarks
 from shardctl.estimate.training.selective import list_recomputation_remarks
-from shardctl.estimate.workload import ServingWorkload
+from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
 from shardctl.libraries.files.file_names import WEIGHT_SUFFIXES
 from shardctl.planning.adapter_plan import AdapterPlan, hold_adapter, plan_adapter
 from shardctl.planning.advice import PlanAdvice, advise_plan
@@ -226,7 +226,15 @@ class PlanResult(ResultView):
             load = f", for {format_plural(work.batch, 'sequence')} of {work.context:,} tokens"
         elif work is not None:
             load = f", for {format_plural(work.micro_batch, 'sequence')} of {work.sequence:,} tokens a rank"
+            load += self._format_chosen_settings(work)
         return f"{least}{format_amount(estimate.binding.total())}{limit} on {place}{load}"
+
+    def _format_chosen_settings(self, work: TrainingWorkload) -> str:
+        """Format the settings that the search chose for this mesh; empty if it was planned without them."""
+        changes = self.explored.changes.get(self.mesh, ()) if self.explored is not None else ()
+        if not changes or any(getattr(work, name) != value for one in changes for name, value in one.values):
+            return ""
+        return f", with {' '.join(one.options for one in changes)} as the search chose"
 
 
 def format_amount(sum_: MemorySum) -> str:

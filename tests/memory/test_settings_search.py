@@ -71,6 +71,7 @@ def test_a_search_varies_the_settings_of_training_that_nobody_gave():
         assert flag in settings
     assert found.forecast.cost.seconds == pytest.approx(ranked[0].cost.seconds)
     assert found.forecast.estimate.binding.total().nbytes == ranked[0].peak
+    assert found.verdict.endswith(f" a rank, with {ranked[0].settings} as the search chose")
     fixed = searched("llama-3.1-8b", "h100-80g", 8, **asked, recompute="none", zero=0, virtual_stages=1)
     given = {one.mesh: one for one in fixed.explored.found.ranked}
     assert {one.settings for one in given.values()} == {""}
