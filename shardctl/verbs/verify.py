@@ -224,7 +224,7 @@ class _VerifyRun:
         signature = check_signature(find_signed_directory(self.path), signers, self.effort.threads)
         if signature.status != "passed":
             reason = "the signature was not found to hold"
-            return [signature, *(LevelResult(name, "skipped", reason) for name in self.names)], ""
+            return [signature, LevelResult(self.names[0], "skipped", reason), *self._skip_rest(reason)], ""
         levels, digest = self.of()
         _judge_stated_digest(signature, digest)
         return [signature, *levels], digest
@@ -264,7 +264,7 @@ class _VerifyRun:
                 first.seconds = time.monotonic() - began
                 judged = self.run_policy(checkpoint)
                 if any(each.severity == "error" and each.check not in _NO_HINDRANCE for each in found):
-                    return [*self._cut_short(first, "the structure is wrong"), *judged], ""
+                    return [first, *judged, *self._skip_rest("the structure is wrong", judged=True)], ""
                 if self.verify_options.consumer is not None:
                     profile, mesh = find_profile(self.verify_options.consumer), self.verify_options.mesh or Mesh.of()
                     self.consumer = check_stored(profile, checkpoint, mesh, str(self.path))
@@ -289,7 +289,7 @@ class _VerifyRun:
                 return [first, *judged, *rest], digest
         except _BrokenStructureError as error:
             first.seconds = time.monotonic() - began
-            return self._cut_short(first, str(error)), ""
+            return [first, *self._skip_rest(str(error))], ""
 
     @contextmanager
     def _open_compared(self, options: SourceOptions, checkpoint: OpenedCheckpoint) -> Iterator[OpenedCheckpoint]:
@@ -434,9 +434,10 @@ class _VerifyRun:
             return run_running_engine_level(self.path, engine, limit, self.source_options, self.effort)
         return run_engine_level(checkpoint, other, self.verify_options, strict=self.strict)
 
-    def _cut_short(self, first: LevelResult, reason: str) -> list[LevelResult]:
-        """Return the levels when a failed first one makes the others meaningless."""
-        return [first, *(LevelResult(name, "skipped", reason) for name in self.names[1:])]
+    def _skip_rest(self, reason: str, *, judged: bool = False) -> list[LevelResult]:
+        """Return the levels after the first one when that makes them meaningless; a policy unless it has judged."""
+        names = [*([POLICY] if self.policy is not None and not judged else []), *self.names[1:]]
+        return [LevelResult(name, "skipped", reason) for name in names]
 
 
 @contextmanager

@@ -203,3 +203,12 @@ def test_a_policy_that_cannot_be_read_is_no_verdict_on_a_run(model, tmp_path, sa
         (tmp_path / "policy.toml").write_text(policy)
         assert say(*newest).code == 2
     assert say(*newest[:3], "--attestation", "--public-key", tmp_path / "policy.toml").code == 2
+
+
+def test_a_policy_that_was_not_applied_is_said_to_be_skipped(model, tmp_path, say):
+    (tmp_path / "policy.toml").write_text(STRICT)
+    assert say("reshard", model, tmp_path / "cut", "--tp", "2").code == 0
+    (tmp_path / "cut" / "extra.safetensors").write_bytes(b"x")
+    done = say("verify", tmp_path / "cut", "--policy", tmp_path / "policy.toml", "--json")
+    levels = [(each["name"], each["status"]) for each in json.loads(done.out)["levels"]]
+    assert (done.code, levels) == (3, [("structure", "failed"), ("policy", "skipped")])
