@@ -254,5 +254,7 @@ def test_the_first_token_comes_when_the_prompt_has_gone_through_all_layers():
     assert wanted / 4 < four.first_token_seconds < wanted / 2  # what tensor parallelism sends is not hidden
     small = cost(LLAMA_3_8B, stock(LLAMA_3_8B), "tp=1", ServingWorkload(tokens, batched_tokens=16), pace=exact)
     assert small.first_token_seconds == pytest.approx(1024 * 16.06e9 / H100.memory_bandwidth, rel=0.01)
+    word = cost(MIXTRAL_8X7B, stock(MIXTRAL_8X7B), "tp=1", ServingWorkload(1), pace=exact)
+    assert word.first_token_seconds == pytest.approx(word.seconds, rel=0.01)  # which reads two of eight experts
     training = cost(LLAMA_3_8B, stock(LLAMA_3_8B), "tp=1", TrainingWorkload(tokens))
     assert training.first_token_seconds is None

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from shardctl.estimate.model.layer_graph import LayerGraph
+    from shardctl.estimate.model.rank_shards import RankShards
     from shardctl.estimate.rank_estimate import MeshEstimate, RankEstimate
     from shardctl.estimate.training.communication import RankTraffic
     from shardctl.estimate.workload import ServingWorkload
@@ -287,9 +288,7 @@ class _StagePacer:
         share = compute_touched_share(self.anatomy, self.mesh, work.batch)
         bandwidth = self.device.memory_bandwidth * self.pace.memory
         for rank in ranks:
-            parts = rank.holding.parts
-            experts = sum(part.gathered_bytes for part in parts if part.kind.spec.of_expert)
-            stage = round(sum(part.gathered_bytes for part in parts) - experts * (1 - share))
+            stage = _count_read_bytes(rank.holding, share)
             cache = sum_terms(rank.terms, category="kv cache").nbytes
             operations = count_matrix_operations(self.anatomy, rank.holding, self.mesh, work.batch)
             busy = operations / (self.device.flops_bf16 * self.pace.operations)
@@ -308,21 +307,23 @@ class _StagePacer:
     def compute_first_token_time(self, ranks: Sequence[RankEstimate], work: ServingWorkload) -> float | None:
         """Compute the seconds in which a prompt of `context` tokens goes through all stages in turn.
 
-        Its chunks of `batched_tokens` each read all weights, which hides behind the operations or takes longer.
+        Its chunks of `batched_tokens` each read the weights that their tokens go to, which hides behind the operations
+        or takes longer.
         """
         if any(layer.encoder for layer in self.anatomy.layers):
             return None
         chunks = ceil(work.context / work.batched_tokens)
         tokens = work.context / self.mesh.degree("cp")
+        chunk = ceil(work.context / chunks)
+        share = compute_touched_share(self.anatomy, self.mesh, chunk / self.mesh.degree("cp"))
         seconds = 0.0
         for rank in ranks:
             layers = self.anatomy.layers[rank.holding.layers.start : rank.holding.layers.stop]
             operations = count_matrix_operations(self.anatomy, rank.holding, self.mesh, tokens)
             operations += count_attention_operations(layers, self.mesh, tokens, work.context, masked=True)
             busy = operations / (self.device.flops_bf16 * self.pace.operations)
-            weights = sum(part.gathered_bytes for part in rank.holding.parts)
+            weights = _count_read_bytes(rank.holding, share)
             seconds += max(busy, chunks * weights / (self.device.memory_bandwidth * self.pace.memory))
-            chunk = ceil(work.context / chunks)
             sent = list_traffic(self.anatomy, rank.holding, self.mesh, work, dtype=self.dtype, tokens=chunk)
             seconds += chunks * sum(self.seconds(one) for one in sent)
         return seconds
@@ -368,6 +369,12 @@ class _StagePacer:
             return 1.0
         reached = _count_reached_places(places, experts.groups, experts.chosen_groups)
         return reached * (1 - (1 - 1 / reached) ** experts.chosen) / experts.chosen
+
+
+def _count_read_bytes(holding: RankShards, share: float) -> int:
+    """Count the bytes of weights that a pass reads, of experts the share that its tokens go to."""
+    experts = sum(part.gathered_bytes for part in holding.parts if part.kind.spec.of_expert)
+    return round(sum(part.gathered_bytes for part in holding.parts) - experts * (1 - share))
 
 
 def _count_reached_places(places: int, groups: int, chosen: int) -> float:
