@@ -10,6 +10,7 @@ from shardctl.base.value import value_class
 from shardctl.base.workers import ExecutionOptions
 from shardctl.options import VerifyOptions
 from shardctl.storage.bounded_text import RECORD_TEXT, read_file
+from shardctl.storage.path_overlap import is_same_or_inside
 from shardctl.tensors.record import RECORD, SIGNATURE, STATEMENT, parse_record
 from shardctl.verbs.verify import find_signed_directory, verify
 from shardctl.verify.attestation import list_file_states, load_signer, require_unsigned, sign_directory
@@ -61,6 +62,8 @@ def attest(
             hint="model_signing sign, of the library model-signing, signs any other directory",
         )
     require_unsigned(directory)
+    if key is not None and is_same_or_inside(key, directory):
+        raise UsageError(f"{key} is in {path}, so that others would get the private key", hint="move it elsewhere")
     states = list_file_states(directory)
     signer = load_signer(key)
     found = verify(path, VerifyOptions(level="full"), effort=effort)

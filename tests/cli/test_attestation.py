@@ -258,6 +258,9 @@ def test_only_what_is_right_is_signed_and_only_once(base, signed, capsys):
     (signed / "link").symlink_to(signed / "config.json")
     assert attest(signed, *key)[0] == 4
     (signed / "link").unlink()
+    shutil.copy(base / "own.pem", signed)
+    assert attest(signed, "--key", str(signed / "own.pem"))[0] == 2
+    (signed / "own.pem").unlink()
     flip_byte(signed / SHARD)
     assert attest(signed, *key)[0] == 3
     assert not (signed / STATEMENT).exists()
