@@ -251,10 +251,13 @@ def test_an_unknown_architecture_needs_weights(tmp_path, in_process, monkeypatch
     path.write_text(json.dumps({"architectures": ["DoryForCausalLM"], "quantization_config": quantized}))
     with pytest.raises(UnsupportedError, match="its weights are quantized in a way that only files show"):
         inspect(path)
+    path.write_text('{"architectures": [null], "num_hidden_layers": 2}')
+    with pytest.raises(UnsupportedError, match=r"no table knows a model without a name, .* names no architecture"):
+        inspect(path)
     path.write_text('{"architectures": ["DoryForCausalLM"], "model_type": "dory", "num_hidden_layers": "many"}')
     with pytest.raises(UnsupportedError, match="DoryForCausalLM cannot be built of this config"):
         inspect(path)
-    assert len(in_process) == 2
+    assert len(in_process) == 3
     monkeypatch.setattr("shardctl.checkpoint.config_only.find_spec", lambda _: None)
     with pytest.raises(UnsupportedError, match="torch is not installed") as error:
         inspect(path)

@@ -117,7 +117,7 @@ def build_manifest_from_class(source: Source, config: Mapping[str, object]) -> M
 
     read = models.ModelConfig(config)
     architecture = read.architecture()
-    title = architecture or read.text("model_type", "")
+    title = architecture or read.text("model_type", "") or "a model without a name"
     kind = find_class_name(architecture, config) if knows_class(architecture, config) else architecture
     missing = next((name for name in ("torch", "transformers") if find_spec(name) is None), None)
     found: Mapping[str, Any] | str
