@@ -18,6 +18,8 @@ from shardctl.checkpoint.splitting import split_checkpoint
 from shardctl.conversion import plan_file
 from shardctl.conversion.conversion_plan import plan_conversion, prepare_source_options
 from shardctl.conversion.measured_conversion import measure_conversion, measure_planned
+from shardctl.estimate.serving.engine_budget import describe_unread_version
+from shardctl.estimate.workload import ServingWorkload
 from shardctl.libraries.gguf.reading import NAME as GGUF
 from shardctl.options import PlanOptions, ReshardOptions, SourceOptions
 from shardctl.options.sum_options import requests_sum
@@ -103,7 +105,7 @@ def plan(
         if plan_options.probe:
             planned = _measure_rate(checkpoint, planned)
         shared = _note_shared_heads(checkpoint, planned) if asked is None else []
-        assumed = [*shared, *towers, *_note_device_count(plan_options, planned)]
+        assumed = [*shared, *towers, *_note_device_count(plan_options, planned), *_note_unread_version(planned)]
         strict = source_options.strict
         predicting = about.anatomy.predicting if about is not None and about.anatomy is not None else 0
         if predicting:
@@ -216,6 +218,14 @@ def _count_devices(plan_options: PlanOptions) -> PlanOptions:
             hint="leave one of them out",
         )
     return replace(plan_options, devices=device.count, device=replace(device, count=0))
+
+
+def _note_unread_version(planned: PlanResult) -> list[str]:
+    """Note that the rules are those of another version of the engine."""
+    work = planned.forecast.work
+    budget = work.budget if isinstance(work, ServingWorkload) else None
+    note = describe_unread_version(budget) if budget is not None else ""
+    return [note] if note else []
 
 
 def _note_device_count(plan_options: PlanOptions, planned: PlanResult) -> list[str]:

@@ -567,3 +567,11 @@ def test_a_config_cannot_be_quantized_and_says_how_it_is_planned(say):
             f"error: --quantize converts weights, and {config} is a config without weights\n"
             f"hint:  --dtype {dtype} plans the model as if it were quantized\n"
         )
+
+
+@pytest.mark.parametrize(("version", "rules"), [("0.34", "0.33"), ("0.7", "0.8"), ("0.32", ""), ("", "")])
+def test_a_version_that_was_not_read_is_counted_as_its_neighbour_and_said(say, version, rules):
+    server = f"vllm@{version}" if version else "vllm"
+    found = json.loads(say("plan", PUBLIC / "llama-3.1-8b.json", "--for", server, "--gpu", "h100-80g", "--json").out)
+    note = f"vllm {version} was not read: its memory is counted by the rules of {rules}"
+    assert (note in found["warnings"]) is bool(rules)

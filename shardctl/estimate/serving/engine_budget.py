@@ -113,6 +113,25 @@ def get_engine_rules(version: tuple[int, int] | None) -> EngineRules:
     )
 
 
+_OLDEST_READ_VERSION: Final = (0, 8)
+_NEWEST_READ_VERSION: Final = (0, 33)
+
+
+def describe_unread_version(budget: EngineBudget) -> str:
+    """Say by which rules the memory of a version is counted whose source was not read; empty for all others.
+
+    >>> from shardctl.estimate.workload import EngineBudget
+    >>> describe_unread_version(EngineBudget("vllm", 0.9, 80 << 30, (0, 34)))
+    'vllm 0.34 was not read: its memory is counted by the rules of 0.33'
+    """
+    version = budget.version
+    if budget.engine != "vllm" or version is None or _OLDEST_READ_VERSION <= version <= _NEWEST_READ_VERSION:
+        return ""
+    near = _OLDEST_READ_VERSION if version < _OLDEST_READ_VERSION else _NEWEST_READ_VERSION
+    asked, known = (".".join(map(str, each)) for each in (version, near))
+    return f"vllm {asked} was not read: its memory is counted by the rules of {known}"
+
+
 def choose_batch_limits(budget: EngineBudget) -> tuple[int, int]:
     """Return vLLM's `max_num_seqs` and `max_num_batched_tokens` of a server if nobody says them.
 
