@@ -13,7 +13,7 @@ from shardctl.base.errors import Interrupted, MachineError, UsageError
 from shardctl.base.value import value_class
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 Item = TypeVar("Item")
 
@@ -230,3 +230,24 @@ def run_in_threads(
     if errors:
         raise errors[0]
     raise_if_stopped(stop)
+
+
+def split_into_batches(
+    items: Iterable[Item], most: int | None, count_bytes: Callable[[Item], int]
+) -> Iterator[list[Item]]:
+    """Yield items in batches of at most `most` bytes; a larger one is alone, and without a limit all are together.
+
+    >>> list(split_into_batches([3, 4, 9, 1, 2], 7, lambda nbytes: nbytes))
+    [[3, 4], [9], [1, 2]]
+    """
+    batch: list[Item] = []
+    size = 0
+    for item in items:
+        nbytes = count_bytes(item)
+        if batch and most is not None and size + nbytes > most:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += nbytes
+    if batch:
+        yield batch

@@ -106,14 +106,25 @@ def compute_stored_digest(
     arrays: Mapping[str, BaseArray], reader: ByteReader, effort: ExecutionOptions, phase: str = "deltas"
 ) -> str:
     """Compute the digest of arrays under their stored names, as `shardctl digest` computes that of tensors."""
-    tensors = sorted((build_stored_tensor(each) for each in arrays.values()), key=first_byte)
+    return join_stored_digests(arrays, compute_array_digests(arrays.values(), reader, effort, phase))
+
+
+def compute_array_digests(
+    arrays: Iterable[BaseArray], reader: ByteReader, effort: ExecutionOptions, phase: str
+) -> dict[str, str]:
+    """Compute the digest of each array, by its stored name; reads in the order of files."""
+    tensors = sorted(map(_build_stored_tensor, arrays), key=first_byte)
     digests = measure_content(tensors, reader, effort, values=False, phase=phase).compute_digests()
-    return compute_checkpoint_digest(
-        (t.name, t.dtype, t.shape, digest) for t, digest in zip(tensors, digests, strict=True)
-    )
+    return {tensor.name: digest for tensor, digest in zip(tensors, digests, strict=True)}
 
 
-def build_stored_tensor(stored: BaseArray) -> Tensor:
+def join_stored_digests(arrays: Mapping[str, BaseArray], digests: Mapping[str, str]) -> str:
+    """Return the digest of a checkpoint of arrays that have these digests."""
+    kinds = ((name, each.array) for name, each in arrays.items())
+    return compute_checkpoint_digest((name, array.dtype, array.shape, digests[name]) for name, array in kinds)
+
+
+def _build_stored_tensor(stored: BaseArray) -> Tensor:
     """Build the tensor that a stored array is."""
     array = stored.array
     where = Region(stored.file, array.offset, compute_dense_strides(array.dtype, array.shape))

@@ -23,11 +23,12 @@ import numpy as np
 from shardctl.base.amounts import format_file_size, format_plural
 from shardctl.base.errors import DestinationError, SourceError, UsageError, format_first_few
 from shardctl.base.value import state_class, value_class
-from shardctl.base.workers import NullWatcher, raise_if_stopped
+from shardctl.base.workers import NullWatcher, raise_if_stopped, split_into_batches
 from shardctl.checkpoint.delta_source import (
     BaseArray,
     DeltaSource,
-    build_stored_tensor,
+    compute_array_digests,
+    join_stored_digests,
     list_stored_arrays,
     read_applied_version,
 )
@@ -43,9 +44,7 @@ from shardctl.storage import linux
 from shardctl.storage.durable import sync_directory, translate_os_errors, write_file
 from shardctl.storage.local import LocalSource, LocalTarget
 from shardctl.tensors.copyplan import join_manifests
-from shardctl.tensors.digest import compute_checkpoint_digest
 from shardctl.tensors.manifest import CheckpointFile, Region, Tensor
-from shardctl.verify.content import measure_content
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -66,6 +65,8 @@ _FILE_BYTES: Final = 5 << 30
 """Bytes of arrays whose differences share a file, as in the Hub's checkpoints."""
 _BLOCK_BYTES: Final = 1 << 20
 _ALIGNMENT: Final = 64
+_PHASE: Final = "delta"
+"""The phase of progress in which differences are written."""
 _MEMORY_BYTES: Final = 1 << 30
 _SCRATCH_FILE: Final = "arrays"
 _MAX_OFFSET: Final = 10**18
@@ -163,14 +164,9 @@ def write_delta(
     groups, warnings = _group_arrays(base, arrays, changed)
     writer = _DeltaWriter(base.source, new, staging, effort)
     writer.write(groups)
-    stored = [build_stored_tensor(each) for each in arrays.values()]
-    quiet = replace(effort, watcher=NullWatcher())
-    digests = measure_content(stored, base.source, quiet, values=False).compute_digests()
-    rows = {t.name: (t.name, t.dtype, t.shape, digest) for t, digest in zip(stored, digests, strict=True)}
-    base_digest = compute_checkpoint_digest(rows.values())
-    for name, digest in writer.digests.items():
-        rows[name] = (*rows[name][:3], digest)
-    digest = compute_checkpoint_digest(rows.values())
+    digests = compute_array_digests(arrays.values(), base.source, replace(effort, watcher=NullWatcher()), _PHASE)
+    base_digest = join_stored_digests(arrays, digests)
+    digest = join_stored_digests(arrays, digests | writer.digests)
     metadata = {
         "version": f"{version:06d}",
         "base_version": f"{base_version:06d}",
@@ -222,9 +218,8 @@ class _RebuiltArrays:
     tensors: list[Tensor]
     """The tensors of the base in them."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the arrays."""
+    def count_bytes(self) -> int:
+        """Count the bytes of the arrays."""
         return sum(each.array.nbytes for each in self.arrays)
 
 
@@ -299,9 +294,9 @@ class _DeltaWriter:
 
     def write(self, groups: Sequence[_RebuiltArrays]) -> None:
         """Write the files of the delta."""
-        self._effort.watcher.begin(sum(group.nbytes for group in groups), phase="delta")
+        self._effort.watcher.begin(sum(group.count_bytes() for group in groups), phase=_PHASE)
         files: list[Collection[str]] = []
-        for part in _split_groups(groups, _FILE_BYTES):
+        for part in split_into_batches(groups, _FILE_BYTES, _RebuiltArrays.count_bytes):
             path = self._staging / f"part-{len(files)}"
             with translate_os_errors(self._staging, "writing"), path.open("w+b") as file:
                 entries = self._write_file(part, file)
@@ -324,7 +319,7 @@ class _DeltaWriter:
         start = position = 8 + room
         entries: dict[str, tuple[int, int]] = {}
         sums: dict[str, str] = {}
-        for batch in _split_groups(groups, _BATCH_BYTES):
+        for batch in split_into_batches(groups, _BATCH_BYTES, _RebuiltArrays.count_bytes):
             with self._rebuild_arrays(batch) as (source, rebuilt):
                 for old, new in rebuilt:
                     file.seek(position)
@@ -333,10 +328,9 @@ class _DeltaWriter:
                         stop = file.tell()
                         entries[old.array.name], sums[old.array.name] = (position - start, stop - start), checksum
                         position = stop
-                written = [build_stored_tensor(new) for old, new in rebuilt if old.array.name in entries]
+                written = [new for old, new in rebuilt if old.array.name in entries]
                 quiet = replace(self._effort, watcher=NullWatcher())
-                digests = measure_content(written, source, quiet, values=False).compute_digests()
-                self.digests |= {tensor.name: digest for tensor, digest in zip(written, digests, strict=True)}
+                self.digests |= compute_array_digests(written, source, quiet, _PHASE)
         file.truncate(position)
         file.seek(0)
         file.write(room.to_bytes(8, "little") + _format_header(entries, sums).ljust(room))
@@ -407,20 +401,6 @@ def _move_chunk(chunk: Chunk, shifts: Mapping[str, list[tuple[int, int, int]]]) 
     where = chunk.where
     shift = next(shift for start, stop, shift in shifts[where.file] if start <= where.offset < max(stop, start + 1))
     return replace(chunk, where=replace(where, file=_SCRATCH_FILE, offset=where.offset + shift))
-
-
-def _split_groups(groups: Sequence[_RebuiltArrays], limit: int) -> Iterator[list[_RebuiltArrays]]:
-    """Split groups into lists of at most `limit` bytes, or of one that is larger."""
-    held: list[_RebuiltArrays] = []
-    size = 0
-    for group in groups:
-        if held and size + group.nbytes > limit:
-            yield held
-            held, size = [], 0
-        held.append(group)
-        size += group.nbytes
-    if held:
-        yield held
 
 
 def _format_header(entries: Mapping[str, tuple[int, int]], sums: Mapping[str, str]) -> bytes:

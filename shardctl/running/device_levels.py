@@ -10,6 +10,7 @@ from shardctl.base.amounts import format_plural
 from shardctl.base.dtype import FLOATS
 from shardctl.base.errors import MachineError, MemoryBudgetError, PartitionError, UnsupportedError, UsageError
 from shardctl.base.value import state_class
+from shardctl.base.workers import split_into_batches
 from shardctl.checkpoint.companion_comparison import compare_model_configs
 from shardctl.estimate.model.inventory import build_inventory
 from shardctl.estimate.model.rank_shards import list_rank_shards
@@ -223,7 +224,12 @@ class _LoadRun:
         from shardctl.running.machine_failure import tell_machine_errors
 
         device, most = (HOST, 0) if told.device == DISK else (told.device, self.most)
-        for batch in _split_batches(held, self.every, most):
+
+        def count_bytes(key: Array) -> int:
+            chunk = self.every[key]
+            return chunk.dtype.nbytes(chunk.box.shape)
+
+        for batch in split_into_batches(held, most, count_bytes):
             wanted = {key: WantedTensor.part(key[1], [self.every[key]]) for key in batch}
             loaded = load_tensors(wanted, self.checkpoint.source, device, self.effort)
             told = _add_loaded(told, loaded)
@@ -236,21 +242,6 @@ class _LoadRun:
                 )
             del tensors, boxes
         return told
-
-
-def _split_batches(held: Sequence[Array], every: Mapping[Array, Chunk], most: int | None) -> Iterator[list[Array]]:
-    """Yield the arrays in groups of at most `most` bytes, or each alone that is larger; all together if it is None."""
-    batch: list[Array] = []
-    size = 0
-    for key in held:
-        nbytes = every[key].dtype.nbytes(every[key].box.shape)
-        if batch and most is not None and size + nbytes > most:
-            yield batch
-            batch, size = [], 0
-        batch.append(key)
-        size += nbytes
-    if batch:
-        yield batch
 
 
 def _add_loaded(told: LoadedRank, loaded: LoadedTensors[Array]) -> LoadedRank:

@@ -10,6 +10,7 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from shardctl.base.errors import PartitionError, UsageError
+from shardctl.base.workers import split_into_batches
 from shardctl.libraries.arrays.composing import build_manifest, compose_arrays
 from shardctl.libraries.safetensors.packing import FileBuilder
 from shardctl.libraries.vllm.arrays import (
@@ -29,9 +30,6 @@ from shardctl.tensors.mesh import Mesh
 from shardctl.tensors.naming_scheme import NamingScheme, format_rank_prefix
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from shardctl.libraries.arrays.composing import ComposedArray
     from shardctl.libraries.writer import PackRequest
     from shardctl.models import Model
     from shardctl.tensors.manifest import Manifest
@@ -79,8 +77,9 @@ def pack_vllm(order: PackRequest) -> Manifest:
     ranks = {rank: format_rank_prefix(rank) for rank in range(mesh.world)}
     dialect = NamingScheme(NAME, mesh, ranks, stages if len(stages) > 1 else (), facts)
     builder = FileBuilder({"format": "pt"})
+    most = order.max_shard_size or _USUAL_PART
     for rank, arrays in compose_arrays(order, SCHEMA, dialect).items():
-        for part, some in enumerate(_split_into_parts(arrays, order.max_shard_size or _USUAL_PART)):
+        for part, some in enumerate(split_into_batches(arrays, most, lambda array: array.nbytes)):
             builder.add(f"{_format_file_prefix(dialect, rank)}part-{part}.safetensors", some)
     return build_manifest(NAME, order, SCHEMA, dialect, builder.files, builder.stored(), (unused, said))
 
@@ -153,20 +152,6 @@ def _build_mesh(order: PackRequest, profile: str) -> Mesh:
             "SGLang's arrays of experts that are divided whole were not compared", hint="leave --ep out, or use --to hf"
         )
     return Mesh.of(pp=mesh.degree("pp"), tp=mesh.degree("tp"), ep=mesh.ep, etp=mesh.etp)
-
-
-def _split_into_parts(arrays: Sequence[ComposedArray], most: int) -> Iterator[list[ComposedArray]]:
-    """Yield arrays in runs of at most `most` bytes; a larger one is alone."""
-    run: list[ComposedArray] = []
-    size = 0
-    for array in arrays:
-        if run and size + array.nbytes > most:
-            yield run
-            run, size = [], 0
-        run.append(array)
-        size += array.nbytes
-    if run:
-        yield run
 
 
 def _format_file_prefix(dialect: NamingScheme, rank: int) -> str:
